@@ -1,0 +1,49 @@
+"""EngineConfig: what an engine is told at start. Knows no environment variable and no command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that the engine needs to know before it starts.
+
+    model                  directory of a checkpoint (config.json, *.safetensors, tokenizer files)
+    store_dir              root of the adapter store (adapters/storage.py); None = a private temporary one
+    device                 "auto" takes cuda where a card is, else cpu
+    dtype                  of weights, activations and KV; "auto" = bfloat16
+    max_model_len          prompt + output tokens of one choice; None = the model's own limit
+    kv_memory_bytes        size of the KV arena; None = what the plan leaves
+    adapter_memory_bytes   size of the adapter arena; None = from the plan
+    max_num_seqs           sequences that may run in one step
+    max_batched_tokens     tokens computed in one step (decode + prefill chunks)
+    block_size             KV slots per block
+    max_lora_rank          adapters above it are refused
+    max_waiting            requests that may wait in the engine, and per lane
+    adapter_wait_s         how long a request may wait for its adapter to load
+    seed                   from which seeds of requests without one are drawn
+    """
+
+    model: Path
+    store_dir: Path | None = None
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = None
+    kv_memory_bytes: int | None = None
+    adapter_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 1024
+    block_size: int = 16
+    max_lora_rank: int = 64
+    enable_prefix_caching: bool = True
+    max_waiting: int = 8192
+    max_waiting_per_lane: int = 1024
+    adapter_wait_s: float = 10.0
+    seed: int = 0
+
+
+class ConfigError(ValueError):
+    """The configuration can't work; the message names the nearest setting that does."""

@@ -1,0 +1,1 @@
+"""The Transformer, its families and its weights. Knows no batch policy."""

@@ -1,0 +1,216 @@
+"""Every message that crosses the border between gateway and engine, and the errors they turn into.
+
+Ids, lanes and digests only: no text, tenant, adapter name or HTTP is known on either side of this file. No torch.
+
+Worker → engine: Hello Generate Abort Warm Evict Ping.  Engine → worker: Ready Accepted Failed Chunks Stats Pong.
+
+    EngineError            anything that an engine answers instead of tokens; has .code, .message, .retry_after_s
+    ├── Refused            before the first chunk: nothing was generated, nothing is billed
+    ├── Broken             in mid-stream: chunks already delivered stand
+    └── Unavailable        no engine is there to ask
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from adapters.spec import AdapterRef
+from engine.params import SamplingParams
+
+FailureCode = Literal[
+    "prompt_too_long",  # prompt + 1 > max_model_len, or it can never fit the KV memory
+    "invalid_request",  # ids outside the vocabulary, empty prompt, parameters out of range, id already in use
+    "adapter_not_found",  # the store has no such digest
+    "adapter_invalid",  # the stored files are damaged or don't fit this base model
+    "adapter_loading",  # not loaded within adapter_wait_s; try again
+    "queue_full",  # the engine holds as many waiting requests as it may
+    "lane_full",  # this lane does
+    "deadline",  # the request's own deadline has passed
+    "draining",  # the engine is about to stop
+    "engine_error",  # a fault of ours
+]
+FinishReason = Literal["stop", "length"]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One token's log-probability (natural log, of the distribution after penalties and bias, before truncation)
+    and the likeliest alternatives, likeliest first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
+    """Continue `prompt`. A request is its tokens: `outputs` are ids already produced (replay, fail-over).
+
+    id          unique among all requests of this engine; made by the worker, never by a client
+    lane        opaque fair-share group; `weight` is its share
+    priority    class: 0 interactive, 1 standard, 2 batch
+    cache_salt  prefix-cache entries are shared only between requests of equal salt (and adapter)
+    outputs     per choice, ids already produced: never produced again, never changed; not repeated in chunks
+    timeout_s   seconds from arrival until the request fails with `deadline`
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    adapter: AdapterRef | None = None
+    lane: str = ""
+    weight: float = 1.0
+    priority: int = 1
+    cache_salt: str = ""
+    outputs: list[list[int]] | None = None
+    timeout_s: float | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    id: str
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """Load this adapter soon, if there is room."""
+
+    adapter: AdapterRef
+
+
+class Evict(msgspec.Struct, frozen=True, tag="evict"):
+    """No new request will ask for this digest: free it when the running ones have ended."""
+
+    digest: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A worker introduces itself; `boot_id` is new at every start of the worker."""
+
+    boot_id: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """What the engine is. `boot_id` is new at every start: if it changed, whatever ran before is gone."""
+
+    boot_id: str
+    model: str  # model directory's name
+    fingerprint: str  # of the base weights and config
+    max_model_len: int  # prompt + output tokens of one choice
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_lora_rank: int
+    adapter_memory_bytes: int
+    dtype: str
+    device: str
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The request is in the engine. `tier` is where its adapter lay: "resident", "host", "disk", or "" for none."""
+
+    id: str
+    tier: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The request has ended without (or before) its finish. `param` names the request field at fault, if one is."""
+
+    id: str
+    code: FailureCode
+    message: str
+    retry_after_s: float | None = None
+    param: str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one choice. `ids` include the end-of-sequence or stop token that ended it (it is billed).
+
+    start               index of ids[0] in the choice's output: a receiver detects gaps and repeats
+    finish              set in the last chunk of the choice, else None
+    stop_id             the id that ended it, when finish == "stop"
+    num_cached_tokens   prompt tokens that the prefix cache gave at first admission
+    prompt_logprobs     in the first chunk of choice 0, when asked: one entry per prompt token, None for the first
+    """
+
+    id: str
+    choice: int
+    start: int
+    ids: list[int]
+    finish: FinishReason | None = None
+    stop_id: int | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
+    """All chunks of one step for one worker."""
+
+    chunks: list[Chunk]
+
+
+class AdapterState(msgspec.Struct, frozen=True, array_like=True):
+    """Where one adapter is: state is "loading", "resident" or "failed"."""
+
+    digest: str
+    state: str
+    size_bytes: int
+    num_pins: int
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Gauges and ever-growing counters (`_total`) of the engine, sent every second."""
+
+    boot_id: str
+    running: int
+    waiting: int
+    waiting_adapter: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    preemptions_total: int
+    steps_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generated_tokens_total: int
+    adapter_bytes_total: int
+    adapter_bytes_used: int
+    adapter_loads_total: int
+    adapter_evictions_total: int
+    adapters: list[AdapterState]
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    pass
+
+
+ToEngine = Hello | Generate | Abort | Warm | Evict | Ping
+FromEngine = Ready | Accepted | Failed | Chunks | Stats | Pong
+
+
+class EngineError(Exception):
+    """An engine's answer that is not tokens."""
+
+    def __init__(self, code: str, message: str, retry_after_s: float | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.param = param
+
+
+class Refused(EngineError):
+    """The engine did not take the request: nothing was generated."""
+
+
+class Broken(EngineError):
+    """The request ended in mid-stream: the engine died, restarted or failed it."""
+
+
+class Unavailable(EngineError):
+    """No engine is connected, or none answered in time."""

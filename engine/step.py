@@ -1,0 +1,54 @@
+"""Step and Sampled: what the scheduler asks of the runner, and what comes back. Numbers only, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from engine.protocol import TokenLogprobs
+    from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: positions [start, start + num_tokens) are computed and their KV written.
+
+    samples: the row reaches the end of sequence.tokens, so its last position's logits choose the next token.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to compute now. `copies` are (source block, destination block), done before anything is written."""
+
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The outcome of one row: the token chosen (None if it did not sample), and logprobs where asked.
+
+    prompt_logprobs: entries for the prompt positions computed in this step that have a successor in the prompt,
+    i.e. entry j belongs to prompt token start + j + 1.
+    """
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Runner(Protocol):
+    """Turns a Step into tokens: one Sampled per row, in the order of the rows."""
+
+    def run(self, step: Step) -> list[Sampled]: ...

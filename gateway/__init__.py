@@ -1,0 +1,1 @@
+"""HTTP. Composes everything; imported by nobody but chorus/."""

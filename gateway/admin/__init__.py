@@ -1,0 +1,1 @@
+"""Admin REST: tenants, keys, adapters, usage."""
