@@ -1,0 +1,212 @@
+"""Settings: what an operator can choose. The only reader of the environment and of chorus.toml.
+
+Every setting has one name in three spellings: `--max-upload` on the command line, CHORUS_MAX_UPLOAD in the environment,
+`max_upload` in chorus.toml. The command line wins over the environment, the environment over the file. An empty value
+is no value, an unknown name in the file is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from engine.config import ConfigError, EngineConfig
+
+MAX_SOCKET_PATH = 96
+"""Bytes of a Unix socket's path; the kernel's limit is 107 (Linux) or 103 (macOS), and names are appended to it."""
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
+
+
+def parse_size(value: object) -> object:
+    """Bytes of "512MiB", "1.5g", "1GB", 1048576; "auto" and "" → None. kB is 1000 bytes; k, KiB are 1024."""
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in ("", "auto"):
+        return None
+    match = SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write it as 512MiB, 2GB or in bytes")
+    number, prefix, suffix = match.groups()
+    base = 1000 if suffix.lower() == "b" and prefix else 1024
+    return int(float(number) * base ** "kmgt".find(prefix.lower()) * base) if prefix else int(float(number))
+
+
+def split_list(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def run_dir_of(data_dir: Path) -> Path:
+    """Where the sockets lie: in the data directory, or, where its path is too long for a socket, in a directory of the
+    system's temporary one that belongs to this data directory and user alone."""
+    run_dir = data_dir / "run"
+    if len(os.fsencode(run_dir)) <= MAX_SOCKET_PATH - len("/engine.sock"):
+        return run_dir
+    mark = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"chorus-{os.getuid()}-{mark}"
+
+
+Size = Annotated[int | None, BeforeValidator(parse_size)]
+Names = Annotated[tuple[str, ...], BeforeValidator(split_list)]
+
+
+class Settings(BaseModel):
+    """All settings of one start. Paths are absolute; whatever can be derived is derived when it is not given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field("", description="checkpoint directory, or a name that `chorus pull` knows")
+    served_name: str = Field("", description="what clients call the base model; default: the directory's name")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 = any free one")
+    data_dir: Path = Field(Path("data"), validate_default=True, description="everything that Chorus keeps")
+    run_dir: Path = Field(default_factory=lambda data: run_dir_of(data["data_dir"]), description="sockets")
+    database_url: str = Field(
+        default_factory=lambda data: f"sqlite+aiosqlite:///{data['data_dir']}/chorus.db",
+        description="postgresql+asyncpg://… or sqlite+aiosqlite:///…; default: SQLite in the data directory",
+    )
+    redis_url: str = Field("", description="redis://…, rediss://…, unix://…; default: a private redis-server")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto = bfloat16")
+    workers: int = Field(1, ge=1, le=64, description="gateway processes sharing the port")
+    max_model_len: int | None = Field(None, ge=1, description="prompt + output tokens; default: the model's limit")
+    kv_memory: Size = Field(None, description="memory for KV blocks: auto or a size")
+    adapter_memory: Size = Field(None, description="memory for adapters: auto or a size")
+    max_num_seqs: int = Field(64, ge=1, description="sequences that run in one step")
+    max_batched_tokens: int = Field(1024, ge=1, description="tokens computed in one step")
+    max_lora_rank: int = Field(64, ge=1, description="adapters above this rank are refused")
+    max_upload: Annotated[int, BeforeValidator(parse_size)] = Field(1 << 30, ge=1, description="largest adapter")
+
+    max_body: Annotated[int, BeforeValidator(parse_size)] = Field(8 << 20, ge=1, description="largest JSON body")
+    request_timeout_s: float = Field(600, gt=0, description="a request that has not ended by then fails")
+    drain_s: float = Field(30, ge=0, description="how long running streams may go on after SIGTERM")
+    conversation_ttl_s: int = Field(30 * 86400, ge=1, description="unused responses and conversations are kept")
+    engine_endpoints: Names = Field(
+        default_factory=lambda data: (f"ipc://{data['run_dir']}/engine.sock",),
+        description="where engines listen: ipc://… or tcp://host:port (needs engine_secret), comma-separated",
+    )
+    engine_secret: str = Field("", repr=False, description="shared by engines and gateways that talk over TCP")
+    admin_key: str = Field("", repr=False, description="key of the admin API; default: made at first start")
+    pepper: str = Field(
+        "", repr=False, description="secret that API keys are hashed with; default: made at first start"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("data_dir", "run_dir", mode="after")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @property
+    def models_dir(self) -> Path:
+        return self.data_dir / "models"
+
+    @property
+    def store_dir(self) -> Path:
+        """Root of the adapter store."""
+        return self.data_dir / "adapters"
+
+    @property
+    def model_dir(self) -> Path:
+        """The checkpoint: `model` itself if it is a directory, else where `chorus pull` puts a model of this name."""
+        if not self.model:
+            raise ConfigError("no model chosen: give a directory or a name, such as smollm2-135m-instruct")
+        path = Path(self.model).expanduser()
+        return path.absolute() if path.is_dir() else self.models_dir / self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def base_name(self) -> str:
+        """What clients call the base model; no adapter can have this name."""
+        return self.served_name or self.model_dir.name
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model_dir,
+            store_dir=self.store_dir,
+            device=self.device,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            kv_memory_bytes=self.kv_memory,
+            adapter_memory_bytes=self.adapter_memory,
+            max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens,
+            max_lora_rank=self.max_lora_rank,
+        )
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
+        """Flags (None = not given) over CHORUS_* over chorus.toml (CHORUS_CONFIG, else ./chorus.toml if there)."""
+        environ = os.environ if environ is None else environ
+        chosen = _read_toml(environ.get("CHORUS_CONFIG", ""))
+        chosen |= {
+            name: environ[variable]
+            for name in cls.model_fields
+            if environ.get(variable := f"CHORUS_{name.upper()}", "") != ""
+        }
+        chosen |= {name: value for name, value in (flags or {}).items() if value is not None}
+        try:
+            return cls(**chosen)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from error
+
+
+def _read_toml(chosen: str) -> dict[str, Any]:
+    path = Path(chosen or "chorus.toml")
+    if not chosen and not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "default_factory_not_called":
+            continue
+        name = ".".join(str(part) for part in problem["loc"])
+        message = "there is no such setting" if problem["type"] == "extra_forbidden" else problem["msg"]
+        given = "" if name in ("admin_key", "pepper", "engine_secret") else f" (given: {problem['input']!r})"
+        lines.append(f"{name}: {message}{given}")
+    return "; ".join(lines)
+
+
+def keep_secret(path: Path, prefix: str = "") -> tuple[str, bool]:
+    """The secret that the file holds, made (mode 0600, never half written) if there is none. → (secret, is_new)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(prefix + secrets.token_urlsafe(32) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)  # fails if another process was first: then its secret counts
+            return path.read_text().strip(), True
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return path.read_text().strip(), False
+
+
+def with_secrets(settings: Settings) -> tuple[Settings, bool]:
+    """Fills admin_key and pepper from the data directory, making them at the first start. → (settings, the admin key
+    is new and should be shown)."""
+    update: dict[str, str] = {}
+    is_new = False
+    if not settings.admin_key:
+        update["admin_key"], is_new = keep_secret(settings.data_dir / "admin.key", "chorus_admin_")
+    if not settings.pepper:
+        update["pepper"], _ = keep_secret(settings.data_dir / "pepper")
+    return settings.model_copy(update=update), is_new
