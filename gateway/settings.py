@@ -92,9 +92,9 @@ class Settings(BaseModel):
     conversation_ttl_s: int = Field(30 * 86400, ge=1, description="unused responses and conversations are kept")
     engine_endpoints: Names = Field(
         default_factory=lambda data: (f"ipc://{data['run_dir']}/engine.sock",),
-        description="where engines listen: ipc://… or tcp://host:port (needs engine_secret), comma-separated",
+        description="where engines listen: ipc://… or tcp://host:port (needs engine_key), comma-separated",
     )
-    engine_secret: str = Field("", repr=False, description="shared by engines and gateways that talk over TCP")
+    engine_key: str = Field("", repr=False, description="shared by engines and gateways that talk over TCP")
     admin_key: str = Field("", repr=False, description="key of the admin API; default: made at first start")
     pepper: str = Field(
         "", repr=False, description="secret that API keys are hashed with; default: made at first start"
@@ -176,7 +176,7 @@ def _explain(error: ValidationError) -> str:
             continue
         name = ".".join(str(part) for part in problem["loc"])
         message = "there is no such setting" if problem["type"] == "extra_forbidden" else problem["msg"]
-        given = "" if name in ("admin_key", "pepper", "engine_secret") else f" (given: {problem['input']!r})"
+        given = "" if name in ("admin_key", "pepper", "engine_key") else f" (given: {problem['input']!r})"
         lines.append(f"{name}: {message}{given}")
     return "; ".join(lines)
 
