@@ -1,12 +1,78 @@
-"""Engine, the seam between gateway and engine; EngineClient, one replica over ZeroMQ."""
+"""Engine, the seam between gateway and engine; EngineClient, one replica over ZeroMQ. Knows no text and no tenants."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from adapters.spec import AdapterRef
-from engine.protocol import Accepted, Chunk, Generate, Ready, Stats
+from engine.config import ConfigError
+from engine.protocol import (
+    Abort,
+    Accepted,
+    Broken,
+    Chunk,
+    Chunks,
+    Evict,
+    Failed,
+    FromEngine,
+    Generate,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Stats,
+    ToEngine,
+    Unavailable,
+    Warm,
+)
+
+log = logging.getLogger(__name__)
+
+PING_EVERY_S = 1.0
+ENGINE_SILENCE_S = 5.0
+"""An engine that has answered nothing for so long is gone: its streams end with an error."""
+ACCEPT_TIMEOUT_S = 30.0
+RETRY_AFTER_S = 2.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def check_endpoint(endpoint: str, key: str | None) -> None:
+    """Raises ConfigError: a TCP endpoint without a key would let anybody on the network read and write tokens."""
+    if endpoint.startswith("ipc://"):
+        if len(endpoint.removeprefix("ipc://").encode()) > 107:
+            raise ConfigError(f"socket path is longer than the system's 107 bytes: {endpoint}; use a shorter data dir")
+    elif endpoint.startswith("tcp://"):
+        if not key:
+            raise ConfigError(f"{endpoint} needs an engine key (both sides the same): set CHORUS_ENGINE_KEY")
+    else:
+        raise ConfigError(f"engine endpoint must be ipc://PATH or tcp://HOST:PORT, not {endpoint!r}")
+
+
+def make_engine_key() -> str:
+    """A new secret that engine and gateways share on TCP links (a CURVE secret key in Z85)."""
+    return zmq.curve_keypair()[1].decode()
+
+
+def curve_pair(key: str) -> tuple[bytes, bytes]:
+    """(public, secret) of a shared engine key. Raises ConfigError for a malformed one."""
+    try:
+        return zmq.curve_public(key.encode()), key.encode()
+    except (ValueError, zmq.ZMQError) as error:
+        raise ConfigError("the engine key is not a CURVE secret key (40 characters of Z85)") from error
 
 
 class Generation(Protocol):
@@ -33,3 +99,223 @@ class Engine(Protocol):
 
     async def warm(self, adapter: AdapterRef) -> None: ...
     async def evict(self, digest: str) -> None: ...
+
+
+class EngineClient:
+    """One engine over ZeroMQ: a DEALER whose identity is this worker's boot id.
+
+    start() returns at once; `ready` is set when the engine answers, and again after each of its restarts. Streams end
+    with Broken as soon as the connection drops, the engine's boot id changes or it falls silent for 5 s.
+    """
+
+    def __init__(self, endpoint: str, key: str | None = None) -> None:
+        self.endpoint = endpoint
+        self.ready: Ready | None = None
+        self.stats: Stats | None = None
+        self._key = key
+        self._boot_id = secrets.token_hex(16)
+        self._streams: dict[str, _Stream] = {}
+        self._heard_at = 0.0
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        check_endpoint(self.endpoint, self._key)
+        self._context = zmq.asyncio.Context()
+        self._socket: Any = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._boot_id.encode())
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # while nobody is there, sending fails instead of queueing
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 100_000)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._key:
+            public, secret = curve_pair(self._key)
+            self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+            self._socket.curve_serverkey = public
+        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self.endpoint)
+        self._tasks = [asyncio.create_task(run()) for run in (self._receive, self._ping, self._watch)]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lost("the gateway is closing")
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=200)
+        self._context.term()
+
+    async def wait_ready(self, timeout_s: float) -> Ready:
+        """Raises Unavailable when the engine does not answer in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.ready is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        if self.ready is None:
+            raise Unavailable("engine_error", f"no engine answered within {timeout_s:g} s", RETRY_AFTER_S)
+        return self.ready
+
+    async def generate(self, request: Generate) -> Generation:
+        """Returns when the engine has accepted; raises Refused or Unavailable. Cancelling while waiting aborts."""
+        if self.ready is None:
+            raise Unavailable("engine_error", "no engine is connected", RETRY_AFTER_S)
+        stream = self._streams[request.id] = _Stream(self, request)
+        try:
+            self._send(request)
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                stream.accepted = await stream.answer
+        except TimeoutError:
+            await stream.aclose()
+            raise Unavailable("engine_error", "the engine did not answer in time", RETRY_AFTER_S) from None
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+    async def warm(self, adapter: AdapterRef) -> None:
+        if self.ready is not None:
+            self._send(Warm(adapter))
+
+    async def evict(self, digest: str) -> None:
+        if self.ready is not None:
+            self._send(Evict(digest))
+
+    def abort(self, request_id: str) -> None:
+        """Forget the request, and have the engine forget it. Never raises: an engine that is away has forgotten."""
+        if self._streams.pop(request_id, None) is not None and self.ready is not None:
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(request_id))
+
+    def forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            # The plain socket's send: it never blocks, and messages keep their order.
+            zmq.Socket.send(self._socket, _encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise Unavailable("engine_error", "the engine can't be reached", RETRY_AFTER_S) from error
+
+    async def _receive(self) -> None:
+        while True:
+            body: bytes = await self._socket.recv()
+            self._heard_at = time.monotonic()
+            self._handle(_decoder.decode(body))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Chunks(chunks=chunks):
+                for chunk in chunks:
+                    stream = self._streams.get(chunk.id)
+                    if stream is not None:
+                        stream.put(chunk)
+            case Accepted(id=request_id) | Failed(id=request_id):
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.put(message)
+            case Ready():
+                if self.ready is not None and self.ready.boot_id != message.boot_id:
+                    self._lost("the engine has restarted")
+                self.ready = message
+                self._changed.set()
+            case Stats():
+                self.stats = message
+            case Pong():
+                if self.ready is None:  # it was silent so long that we gave it up, and is back
+                    self._send(Hello(self._boot_id))
+
+    async def _ping(self) -> None:
+        while True:
+            with contextlib.suppress(Unavailable):
+                self._send(Ping())
+            await asyncio.sleep(PING_EVERY_S)
+            if self.ready is not None and time.monotonic() - self._heard_at > ENGINE_SILENCE_S:
+                self._lost("the engine does not answer")
+
+    async def _watch(self) -> None:
+        """The connection itself: a killed engine is noticed at once, not after the silence."""
+        while True:
+            event = await recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                await asyncio.sleep(0.05)  # let what had arrived before be read first
+                self._lost("the connection to the engine broke")
+            else:
+                with contextlib.suppress(Unavailable):
+                    self._send(Hello(self._boot_id))
+
+    def _lost(self, why: str) -> None:
+        self.ready = self.stats = None
+        for request_id, stream in list(self._streams.items()):
+            stream.lose(why)
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(request_id))  # it may be slow rather than dead
+        self._streams.clear()
+
+
+class _Stream:
+    """The Generation of one request, fed by the client's receiver."""
+
+    accepted: Accepted
+
+    def __init__(self, client: EngineClient, request: Generate) -> None:
+        self.answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
+        self._id = request.id
+        self._client = client
+        self._queue: asyncio.Queue[Chunk | Broken | None] = asyncio.Queue()
+        self._num_ids = [len(ids) for ids in request.outputs or []] or [0] * request.params.n
+        self._num_open = request.params.n
+        self._is_closed = False
+
+    def put(self, message: Chunk | Accepted | Failed) -> None:
+        match message:
+            case Accepted():
+                if not self.answer.done():
+                    self.answer.set_result(message)
+            case Failed(code=code, message=text, retry_after_s=retry_after_s, param=param):
+                self._client.forget(self._id)
+                if self.answer.done():
+                    self._queue.put_nowait(Broken(code, text, retry_after_s, param))
+                else:
+                    self.answer.set_exception(Refused(code, text, retry_after_s, param))
+            case Chunk(choice=choice, start=start, ids=ids, finish=finish):
+                if start != self._num_ids[choice]:
+                    self._client.abort(self._id)
+                    self._queue.put_nowait(Broken("engine_error", "tokens were lost on the way"))
+                    return
+                self._num_ids[choice] += len(ids)
+                self._queue.put_nowait(message)
+                if finish is not None:
+                    self._num_open -= 1
+                    if not self._num_open:
+                        self._client.forget(self._id)
+                        self._queue.put_nowait(None)
+
+    def lose(self, why: str) -> None:
+        if self.answer.done():
+            self._queue.put_nowait(Broken("engine_error", why, RETRY_AFTER_S))
+        else:
+            self.answer.set_exception(Unavailable("engine_error", why, RETRY_AFTER_S))
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_closed:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, Chunk):
+            return item
+        self._is_closed = True
+        if item is None:
+            raise StopAsyncIteration
+        raise item
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        if self.answer.done() and not self.answer.cancelled():
+            self.answer.exception()  # it may have failed while nobody waited: that is no surprise to report
+        self._client.abort(self._id)
