@@ -1,0 +1,149 @@
+"""ForwardBatch: the tensors of one step. Knows no policy: it lays out what the scheduler decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.step import Row, Step
+
+if TYPE_CHECKING:
+    from engine.lora import LoraBank
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [start, end) of a batch use the adapter in `slot` of the bank."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """T tokens of S rows. Rows are sorted by adapter, base rows first, so that every adapter's tokens, and the base's,
+    are one slice: batched LoRA needs no permutation, and no path can touch a base row.
+
+    tokens_T      ids to compute
+    positions_T   their positions in their sequences
+    slots_T       where their KV goes: block · block_size + offset
+    starts_S      first token of each row;  lengths_S  its number of tokens
+    contexts_S    positions of the row's sequence that have KV once this step has written its own
+    tables_SB     block table, filled with block 0 where a row has fewer blocks
+    logit_rows    indices into T whose logits are wanted, in the order of the step's rows
+    logit_counts  how many of them each row of the step has (the sampled position is a row's last)
+    segments      adapter slices, ascending; tokens before the first belong to the base
+    bank          where the adapters lie; None = a model without adapters
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    starts_S: Ints
+    lengths_S: Ints
+    contexts_S: Ints
+    tables_SB: Ints
+    block_size: int
+    logit_rows: Tensor
+    logit_counts: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
+    bank: LoraBank | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_T.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts_S)
+
+
+def build_batch(step: Step, bank: LoraBank | None, block_size: int, device: torch.device | str = "cpu") -> ForwardBatch:
+    """Lays out a step; every adapter of its rows must be resident in `bank`. Python per row, numpy per token."""
+    rows = step.rows
+    adapter_S = [_slot(row, bank) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: (adapter_S[index], rows[index].num_tokens > 1))
+    sorted_rows = [rows[index] for index in order]
+    lengths_S = np.array([row.num_tokens for row in sorted_rows], np.int64)
+    begins_S = np.array([row.start for row in sorted_rows], np.int64)
+    ends_S = np.cumsum(lengths_S)
+    starts_S = ends_S - lengths_S
+    row_T = np.repeat(np.arange(len(rows)), lengths_S)
+    positions_T = np.arange(len(row_T)) - starts_S[row_T] + begins_S[row_T]
+    contexts_S = begins_S + lengths_S
+    tables_SB = _block_tables(sorted_rows, contexts_S, block_size)
+    slots_T = tables_SB[row_T, positions_T // block_size] * block_size + positions_T % block_size
+    logit_rows, logit_counts = _logit_rows(rows, starts_S[np.argsort(np.array(order, np.int64))])
+    return ForwardBatch(
+        tokens_T=_tensor(_tokens(sorted_rows, len(row_T)), device),
+        positions_T=_tensor(positions_T, device),
+        slots_T=_tensor(slots_T, device),
+        starts_S=starts_S,
+        lengths_S=lengths_S,
+        contexts_S=contexts_S,
+        tables_SB=tables_SB,
+        block_size=block_size,
+        logit_rows=_tensor(logit_rows, device),
+        logit_counts=logit_counts,
+        segments=_segments([adapter_S[index] for index in order], starts_S, ends_S),
+        bank=bank,
+    )
+
+
+def _slot(row: Row, bank: LoraBank | None) -> int:
+    """The row's slot in the bank, -1 for the base."""
+    if row.sequence.adapter is None:
+        return -1
+    assert bank is not None, "an adapter row without a bank"
+    return bank.slot(row.sequence.adapter.digest)
+
+
+def _tokens(rows: list[Row], num_tokens: int) -> Ints:
+    parts = (row.sequence.tokens[row.start : row.start + row.num_tokens] for row in rows)
+    return np.fromiter(chain.from_iterable(parts), np.int64, num_tokens)
+
+
+def _block_tables(rows: list[Row], contexts_S: Ints, block_size: int) -> Ints:
+    counts = -(-contexts_S // block_size)
+    tables = np.zeros((len(rows), int(counts.max(initial=0))), np.int64)
+    for table, row, count in zip(tables, rows, counts, strict=True):
+        table[:count] = row.sequence.blocks[:count]
+    return tables
+
+
+def _segments(slots: list[int], starts_S: Ints, ends_S: Ints) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for slot, start, end in zip(slots, starts_S.tolist(), ends_S.tolist(), strict=True):
+        if slot < 0:
+            continue
+        if segments and segments[-1].slot == slot:
+            segments[-1] = Segment(slot, segments[-1].start, end)
+        else:
+            segments.append(Segment(slot, start, end))
+    return tuple(segments)
+
+
+def _logit_rows(rows: tuple[Row, ...], starts: Ints) -> tuple[Ints, tuple[int, ...]]:
+    """Prompt positions whose successor is in the prompt, where prompt logprobs are asked; then the sampled one."""
+    parts: list[Ints] = []
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        num_prompt = 0
+        if row.sequence.params.prompt_logprobs is not None:
+            num_prompt = max(0, min(row.num_tokens, row.sequence.num_prompt - 1 - row.start))
+        wanted = np.arange(start, start + num_prompt, dtype=np.int64)
+        last = start + row.num_tokens - 1
+        parts.append(np.append(wanted, last) if row.samples else wanted)
+    return np.concatenate([np.empty(0, np.int64), *parts]), tuple(map(len, parts))
+
+
+def _tensor(array: Ints, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
