@@ -1,0 +1,62 @@
+"""The audit log: append in the caller's transaction, list. Knows nothing of what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from tenants.db import Database
+from tenants.models import AuditEntry
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Who acts, and in which HTTP request (or other act) it was asked."""
+
+    name: str
+    request_id: str = ""
+
+
+SYSTEM = Actor("system")
+
+
+@dataclass(frozen=True)
+class Act:
+    """What was done: `action` such as "tenant.create", the tenant it concerns ("" = all), the object, before, after."""
+
+    action: str
+    tenant_id: str = ""
+    target: str = ""
+    before: Mapping[str, Any] | None = None
+    after: Mapping[str, Any] | None = None
+
+
+def append(session: AsyncSession, actor: Actor, act: Act) -> None:
+    """Add the entry to the session's transaction: the act and its entry are committed together or not at all."""
+    session.add(
+        AuditEntry(
+            actor=actor.name, request_id=actor.request_id, action=act.action, tenant_id=act.tenant_id,
+            target=act.target, before=None if act.before is None else dict(act.before),
+            after=None if act.after is None else dict(act.after),
+        )
+    )  # fmt: skip
+
+
+class AuditLog:
+    """Reads the log, newest first."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self, tenant_id: str | None = None, before_id: int | None = None, limit: int = 100) -> list[AuditEntry]:
+        query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
+        if tenant_id is not None:
+            query = query.where(AuditEntry.tenant_id == tenant_id)
+        if before_id is not None:
+            query = query.where(AuditEntry.id < before_id)
+        async with self._database.session() as session:
+            return list(await session.scalars(query))

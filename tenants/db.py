@@ -1,0 +1,193 @@
+"""The SQL database: Base, Database (sessions on PostgreSQL or SQLite), errors. Knows no table.
+
+    StateUnavailable             a store that must answer does not; try again later
+    ├── DatabaseUnavailable      SQL: refused, hung, out of connections, locked for too long
+    └── RedisUnavailable         (tenants.state)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, DateTime, Dialect, MetaData, TypeDecorator, event, make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase
+
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+ANSWER_S = 0.8
+"""A server that gives no connection within this time counts as away."""
+STATEMENT_S = 30.0
+"""The longest that one statement may take on PostgreSQL."""
+LOCK_S = 10.0
+"""How long a writer waits for another one on SQLite."""
+
+
+class StateUnavailable(Exception):
+    """A store that must answer does not. Nothing is decided: neither yes nor no."""
+
+    retry_after_s = 1.0
+
+
+class DatabaseUnavailable(StateUnavailable):
+    """SQL does not answer."""
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware datetime in UTC, on every database (SQLite itself keeps no zone)."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is not None and value.tzinfo is None:
+            raise ValueError("a datetime without a time zone")
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return None if value is None else value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    """The root of all tables; every constraint has a predictable name, so that migrations can drop it."""
+
+    metadata = MetaData(naming_convention=NAMES)
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def async_url(url: str) -> URL:
+    """`postgresql://…` and `sqlite:///…` with the asynchronous driver that Chorus uses."""
+    parsed = make_url(url)
+    drivers = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+    backend = parsed.drivername.split("+")[0]
+    if backend not in drivers:
+        raise ValueError(f"database {backend!r} is not supported: use postgresql:// or sqlite:///")
+    return parsed.set(drivername=drivers[backend])
+
+
+def make_engine(url: str, pool_size: int = 10) -> AsyncEngine:
+    """An engine that fails fast: nothing connects before the first session."""
+    parsed = async_url(url)
+    if parsed.drivername.startswith("sqlite"):
+        engine = create_async_engine(parsed, connect_args={"timeout": LOCK_S})
+        event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+        event.listen(engine.sync_engine, "begin", _begin_sqlite)
+        return engine
+    return create_async_engine(
+        parsed, pool_size=pool_size, max_overflow=0, pool_timeout=ANSWER_S, pool_pre_ping=True, pool_recycle=1800,
+        connect_args={"timeout": ANSWER_S, "command_timeout": STATEMENT_S},
+    )  # fmt: skip
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # we begin transactions ourselves: the driver would begin them too late
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", f"busy_timeout={int(LOCK_S * 1000)}", "foreign_keys=ON", "synchronous=FULL"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A writer takes the lock at once: upgrading a reader's lock fails with "locked" instead of waiting.
+    is_writer = connection.get_execution_options().get("is_writer", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writer else "BEGIN")
+
+
+class Database:
+    """Sessions on one database. Every failure to get an answer is a DatabaseUnavailable."""
+
+    def __init__(self, url: str, pool_size: int = 10) -> None:
+        self.engine = make_engine(url, pool_size)
+        self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self._answer_s = 2 * LOCK_S if self.is_sqlite else ANSWER_S
+        self._read = async_sessionmaker(self.engine, expire_on_commit=False)
+        self._write = async_sessionmaker(self.engine.execution_options(is_writer=True), expire_on_commit=False)
+        self._leaving: set[asyncio.Future[Any]] = set()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[AsyncSession]:
+        """A session to read with; whatever it changed is rolled back."""
+        async with self._open(self._read()) as session:
+            yield session
+
+    @asynccontextmanager
+    async def begin(self) -> AsyncIterator[AsyncSession]:
+        """One transaction: committed when the block ends, rolled back if it raises."""
+        async with self._open(self._write()) as session:
+            yield session
+            await session.commit()
+
+    async def ping(self) -> None:
+        """Raises DatabaseUnavailable unless the database answers."""
+        async with self.session():
+            pass
+
+    async def close(self) -> None:
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=ANSWER_S)
+        await self.engine.dispose()
+
+    @asynccontextmanager
+    async def _open(self, session: AsyncSession) -> AsyncIterator[AsyncSession]:
+        try:
+            await self._within(session.connection())
+            yield session
+        except IntegrityError:
+            raise  # an answer, not an outage: the caller knows what it means
+        except (DBAPIError, PoolTimeout, OSError, TimeoutError) as error:
+            if isinstance(error, DBAPIError) and not _is_outage(error):
+                raise
+            raise DatabaseUnavailable(f"the database does not answer: {type(error).__name__}") from error
+        finally:
+            await self._within(session.close(), quiet=True)
+
+    async def _within(self, work: Any, quiet: bool = False) -> None:
+        """Wait no longer than a live server needs; what hangs is left to end on its own."""
+        task = asyncio.ensure_future(work)
+        self._leaving.add(task)
+        task.add_done_callback(self._left)
+        done, _ = await asyncio.wait({task}, timeout=self._answer_s)
+        if done and not quiet:
+            task.result()
+        elif not done:
+            task.cancel()
+            if not quiet:
+                raise TimeoutError
+
+    def _left(self, task: asyncio.Future[Any]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen
+
+
+def _is_outage(error: SQLAlchemyError) -> bool:
+    """Is it the server that fails, rather than our statement?"""
+    if not isinstance(error, DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    text = f"{type(error.orig).__name__} {error.orig}"
+    return any(sign in text for sign in _OUTAGE_SIGNS)
+
+
+_OUTAGE_SIGNS = (
+    "database is locked", "disk I/O error", "unable to open database", "disk is full",  # SQLite
+    "InterfaceError", "ConnectionDoesNotExist", "CannotConnectNow", "TooManyConnections", "AdminShutdown",
+    "CrashShutdown", "ConnectionFailure", "connection is closed", "TimeoutError", "ConnectionRefused",
+    "DeadlockDetected", "SerializationError", "DiskFull", "OutOfMemory",
+)  # fmt: skip

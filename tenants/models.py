@@ -1,0 +1,109 @@
+"""The tables of tenants: Tenant, ApiKey, UsageEntry, AuditEntry, EpochOutbox. Rows only, no behaviour."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from tenants.db import Base, UtcDateTime, now
+
+RowId = BigInteger().with_variant(Integer, "sqlite")
+"""SQLite counts up only an INTEGER primary key."""
+
+
+class Tenant(Base):
+    """Who may ask. `models` are names or globs, null = all it can see; `limits` holds only what is limited."""
+
+    __tablename__ = "tenants"
+    __table_args__ = (
+        CheckConstraint("weight > 0", name="weight"),
+        CheckConstraint("priority IN ('interactive', 'standard', 'batch')", name="priority"),
+    )
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(256))
+    weight: Mapped[float] = mapped_column(default=1.0)
+    priority: Mapped[str] = mapped_column(String(16), default="standard")
+    models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    limits: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
+    suspended: Mapped[bool] = mapped_column(default=False)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now, onupdate=now)
+
+
+class ApiKey(Base):
+    """A key, found by its public id. `digest` = HMAC-SHA-256(pepper, SHA-256(key)); the key itself is kept nowhere."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    name: Mapped[str] = mapped_column(String(256))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    pepper_version: Mapped[int] = mapped_column(default=1)
+    hint: Mapped[str] = mapped_column(String(16))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    limits: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+
+
+class UsageEntry(Base):
+    """What one attempt of one request used. Written once per attempt; corrected only by further entries.
+
+    No foreign keys: the ledger outlives tenants and keys.
+    """
+
+    __tablename__ = "usage_entries"
+    __table_args__ = (Index(None, "tenant_id", "created_at"), Index(None, "created_at"))
+
+    attempt_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    request_id: Mapped[str] = mapped_column(String(512), default="")
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    key_id: Mapped[str] = mapped_column(String(32))
+    model: Mapped[str] = mapped_column(String(256))
+    adapter: Mapped[str] = mapped_column(String(128), default="")
+    adapter_version: Mapped[int | None] = mapped_column()
+    endpoint: Mapped[str] = mapped_column(String(64), default="")
+    status: Mapped[str] = mapped_column(String(16))
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    queue_s: Mapped[float | None] = mapped_column()
+    first_token_s: Mapped[float | None] = mapped_column()
+    total_s: Mapped[float | None] = mapped_column()
+    user: Mapped[str] = mapped_column(String(512), default="")
+    tags: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+
+
+class AuditEntry(Base):
+    """One act of an administrator, written in the transaction that did it."""
+
+    __tablename__ = "audit_entries"
+    __table_args__ = (Index(None, "tenant_id", "id"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+    actor: Mapped[str] = mapped_column(String(256))
+    action: Mapped[str] = mapped_column(String(64))
+    tenant_id: Mapped[str] = mapped_column(String(64), default="")
+    target: Mapped[str] = mapped_column(String(256), default="")
+    before: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    after: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    request_id: Mapped[str] = mapped_column(String(512), default="")
+
+
+class EpochOutbox(Base):
+    """A tenant whose epoch must still be moved in Redis, because something about it was committed here."""
+
+    __tablename__ = "epoch_outbox"
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    note: Mapped[str] = mapped_column(Text, default="")
