@@ -1,13 +1,101 @@
-"""Redis as the gateway uses it: connect(), short timeouts, RedisUnavailable, scripts that survive SCRIPT FLUSH.
+"""Redis as the gateway uses it: connect(), an answer within a second or RedisUnavailable. Knows no key.
 
-Values are str (decode_responses). A server that came back under a new run id may have forgotten its last second:
-`Redis.generation` moves then, and caches that trust Redis are to be read anew.
+Values are str (decode_responses). A server that was restarted may have forgotten its last second, and so may one that
+took over: `generation` moves whenever a connection finds another server than before, and caches that trust what Redis
+said are to be read anew.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import fakeredis
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, ConnectionError, MaxConnectionsError, ResponseError, TimeoutError
+
 from tenants.db import StateUnavailable
+
+ANSWER_S = 0.8
+"""A command without an answer after this time counts as an outage."""
+MEMORY_URL = "memory://"
+"""An own server inside this process, for the start without redis-server: one worker, nothing survives it."""
+_REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "TRYAGAIN", "BUSY")
 
 
 class RedisUnavailable(StateUnavailable):
-    """Redis does not answer."""
+    """Redis does not answer, or answers that it can't work."""
+
+
+async def _answered(work: Awaitable[Any]) -> Any:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await work
+    except (ConnectionError, TimeoutError, MaxConnectionsError, AuthenticationError, OSError) as error:
+        raise RedisUnavailable(f"Redis does not answer: {type(error).__name__}") from error
+    except ResponseError as error:
+        if str(error).startswith(_REFUSALS):
+            raise RedisUnavailable(f"Redis can't work: {str(error).split()[0]}") from error
+        raise
+
+
+class _GuardedPipeline(Pipeline):  # type: ignore[misc]
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        result: list[Any] = await _answered(super().execute(raise_on_error))
+        return result
+
+
+class Client(Redis):  # type: ignore[misc]
+    """redis.asyncio.Redis whose every command answers or raises RedisUnavailable within ANSWER_S."""
+
+    generation = 0
+    _run_id = ""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        return await _answered(super().execute_command(*args, **options))
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        return _GuardedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+    async def greet(self, connection: Any) -> None:
+        """At every new connection: is this still the server that we knew?"""
+        await connection.on_connect_check_health()
+        await connection.send_command("INFO", "server", check_health=False)
+        text = await connection.read_response()
+        text = text.decode() if isinstance(text, bytes) else text
+        found = [line[7:].strip() for line in text.splitlines() if line.startswith("run_id:")]
+        if not found or found[0] != self._run_id:
+            self.generation += 1
+        self._run_id = found[0] if found else ""
+
+
+class _MemoryClient(fakeredis.FakeAsyncRedis):  # type: ignore[misc]
+    generation = 0
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        return await _answered(super().execute_command(*args, **options))
+
+
+def connect(url: str, max_connections: int = 32) -> Client:
+    """A client for redis://, rediss://, unix:// or memory://. Connects at its first command."""
+    if url.startswith(MEMORY_URL):
+        client: Client = _MemoryClient(decode_responses=True)
+        return client
+    # One repetition after a broken connection: every command of ours may be applied twice. None after a time-out.
+    retry = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
+
+    async def greet(connection: Any) -> None:
+        await client.greet(connection)
+
+    options = parse_url(url) | {
+        "decode_responses": True, "socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S, "retry": retry,
+        "redis_connect_func": greet,
+    }  # fmt: skip
+    client = Client(connection_pool=BlockingConnectionPool(max_connections, timeout=ANSWER_S, **options))
+    client.auto_close_connection_pool = True
+    return client

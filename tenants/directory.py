@@ -1,0 +1,146 @@
+"""Tenants: create, change, suspend, delete. Each act and its audit entry are one transaction.
+
+    TenantNotFound     no such tenant
+    TenantExists       the id is taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from tenants import audit
+from tenants.audit import Act, Actor
+from tenants.db import Database
+from tenants.epochs import Epochs
+from tenants.limits import NAME, PRIORITIES, InvalidSettings, Limits, check_models, check_name
+from tenants.models import Tenant
+
+
+class TenantNotFound(LookupError):
+    """There is no such tenant."""
+
+
+class TenantExists(Exception):
+    """There is a tenant with this id."""
+
+
+@dataclass(frozen=True)
+class TenantSpec:
+    """What a tenant is asked to be. Raises InvalidSettings."""
+
+    id: str
+    name: str = ""
+    weight: float = 1.0
+    priority: str = "standard"
+    models: tuple[str, ...] | None = None
+    limits: Limits = field(default_factory=Limits)
+    suspended: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not NAME.fullmatch(self.id):
+            raise InvalidSettings("id must match [A-Za-z0-9][A-Za-z0-9._-]{0,63}", "id")
+        if self.name:
+            check_name(self.name)
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight <= 1000:
+            raise InvalidSettings("weight must be a number above 0 and up to 1000", "weight")
+        if self.priority not in PRIORITIES:
+            raise InvalidSettings(f"priority must be one of {', '.join(PRIORITIES)}", "priority")
+        if not isinstance(self.suspended, bool):
+            raise InvalidSettings("suspended must be true or false", "suspended")
+        check_models(self.models)
+
+
+CHANGEABLE = ("name", "weight", "priority", "models", "limits", "suspended")
+
+
+class TenantDirectory:
+    """All tenants."""
+
+    def __init__(self, database: Database, epochs: Epochs) -> None:
+        self._database = database
+        self._epochs = epochs
+
+    async def create(self, spec: TenantSpec, actor: Actor) -> Tenant:
+        """Raises TenantExists."""
+        row = Tenant(id=spec.id)
+        _apply(row, spec)
+        try:
+            async with self._epochs.change(spec.id) as session:
+                session.add(row)
+                await session.flush()
+                audit.append(session, actor, Act("tenant.create", spec.id, spec.id, after=describe(row)))
+        except IntegrityError as error:
+            raise TenantExists(f"tenant {spec.id!r} exists") from error
+        return row
+
+    async def get(self, tenant_id: str) -> Tenant:
+        """Raises TenantNotFound."""
+        async with self._database.session() as session:
+            return await _find(session, tenant_id)
+
+    async def list(self, after: str | None = None, limit: int = 100) -> tuple[list[Tenant], bool]:
+        """A page in the order of ids, and whether there are more."""
+        query = select(Tenant).order_by(Tenant.id).limit(limit + 1)
+        if after is not None:
+            query = query.where(Tenant.id > after)
+        async with self._database.session() as session:
+            rows = list(await session.scalars(query))
+        return rows[:limit], len(rows) > limit
+
+    async def patch(self, tenant_id: str, changes: Mapping[str, Any], actor: Actor) -> Tenant:
+        """Change the fields named (CHANGEABLE); `limits` is a Limits and replaces all limits.
+
+        Acts at the tenant's next request on every worker. Raises TenantNotFound, InvalidSettings.
+        """
+        for name in changes:
+            if name not in CHANGEABLE:
+                raise InvalidSettings(f"{name!r} can't be changed", name)
+        async with self._epochs.change(tenant_id) as session:
+            row = await _find(session, tenant_id, lock=True)
+            before = describe(row)
+            _apply(row, TenantSpec(**{**_as_spec(row), **changes}))
+            await session.flush()
+            audit.append(session, actor, Act("tenant.update", tenant_id, tenant_id, before, describe(row)))
+        return row
+
+    async def delete(self, tenant_id: str, actor: Actor) -> None:
+        """The tenant and its keys; ledger and audit log stay. Raises TenantNotFound."""
+        async with self._epochs.change(tenant_id) as session:
+            row = await _find(session, tenant_id, lock=True)
+            await session.delete(row)
+            audit.append(session, actor, Act("tenant.delete", tenant_id, tenant_id, before=describe(row)))
+
+
+async def _find(session: AsyncSession, tenant_id: str, lock: bool = False) -> Tenant:
+    row = await session.get(Tenant, tenant_id, with_for_update=lock or None)
+    if row is None:
+        raise TenantNotFound(f"tenant {tenant_id!r} does not exist")
+    return row
+
+
+def _as_spec(row: Tenant) -> dict[str, Any]:
+    models = None if row.models is None else tuple(row.models)
+    return {
+        "id": row.id, "name": row.name, "weight": row.weight, "priority": row.priority, "models": models,
+        "limits": Limits.of(row.limits), "suspended": row.suspended,
+    }  # fmt: skip
+
+
+def _apply(row: Tenant, spec: TenantSpec) -> None:
+    row.name = spec.name or spec.id
+    row.weight = float(spec.weight)
+    row.priority = spec.priority
+    row.models = check_models(spec.models)
+    row.limits = spec.limits.as_dict()
+    row.suspended = spec.suspended
+
+
+def describe(row: Tenant) -> dict[str, Any]:
+    """The tenant as the audit log keeps it."""
+    return {**_as_spec(row), "models": row.models, "limits": asdict(Limits.of(row.limits))}
