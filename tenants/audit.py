@@ -52,7 +52,9 @@ class AuditLog:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def list(self, tenant_id: str | None = None, before_id: int | None = None, limit: int = 100) -> list[AuditEntry]:
+    async def page(
+        self, tenant_id: str | None = None, before_id: int | None = None, limit: int = 100
+    ) -> list[AuditEntry]:
         query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
         if tenant_id is not None:
             query = query.where(AuditEntry.tenant_id == tenant_id)

@@ -84,7 +84,7 @@ class TenantDirectory:
         async with self._database.session() as session:
             return await _find(session, tenant_id)
 
-    async def list(self, after: str | None = None, limit: int = 100) -> tuple[list[Tenant], bool]:
+    async def page(self, after: str | None = None, limit: int = 100) -> tuple[list[Tenant], bool]:
         """A page in the order of ids, and whether there are more."""
         query = select(Tenant).order_by(Tenant.id).limit(limit + 1)
         if after is not None:

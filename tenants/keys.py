@@ -102,7 +102,7 @@ class KeyRing:
         """Raises KeyNotFound."""
         raise NotImplementedError
 
-    async def list(self, tenant_id: str, after: str | None = None, limit: int = 100) -> tuple[list[ApiKey], bool]:
+    async def page(self, tenant_id: str, after: str | None = None, limit: int = 100) -> tuple[list[ApiKey], bool]:
         """A page in the order of ids, and whether there are more. Revoked keys are listed, with their date."""
         raise NotImplementedError
 
