@@ -1,22 +1,45 @@
-"""Sequence: one choice of one request: its tokens, blocks and adapter. Knows no torch and no policy."""
+"""Sequence: one choice of one request: its tokens, blocks and adapter. Request: the choices that share a prompt.
+
+Knows no torch and no policy.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
 
 from adapters.spec import AdapterRef
 from engine.params import SamplingParams
 
+if TYPE_CHECKING:
+    from engine.lanes import Lane
+    from engine.protocol import Generate, TokenLogprobs
+
+
+class Phase(Enum):
+    """WAITING holds neither blocks nor device memory; RUNNING holds both; DONE will never run again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """State advances in Scheduler.commit only.
+    """State advances in Scheduler only; num_computed and tokens in Scheduler.commit only.
 
     tokens         prompt and produced ids
     num_prompt     len(prompt)
     num_computed   positions whose KV lies in `blocks`
     blocks         block table: position p lies in blocks[p // block_size]
     seed           decided at arrival: draws are f(seed, choice, position) and have no history
+    stop_ids       ids that end the output once it has params.min_tokens (end-of-sequence and stop_token_ids)
+    max_len        len(tokens) at which the output ends
+    rank           (priority, arrival number of the request, choice): the smaller goes first and is preempted last
+    hashes         chained hash of each full block of tokens, as far as anybody asked
+    num_hashed     leading blocks that are known to the prefix cache
+    need           free blocks that it lacked when it was last passed over
     """
 
     request_id: str
@@ -30,6 +53,16 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    max_len: int = 1 << 31
+    rank: tuple[int, int, int] = (1, 0, 0)
+    hash_seed: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+    num_hashed: int = 0
+    need: int = 0
+    phase: Phase = Phase.WAITING
+    is_queued: bool = False
+    has_run: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -38,3 +71,38 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_stopped(self) -> bool:
+        """Its last token ended the output."""
+        return self.num_output > 0 and self.tokens[-1] in self.stop_ids and self.num_output >= self.params.min_tokens
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What was asked for once. Its first unfinished choice, the leader, computes the prompt; the others fork from it.
+
+    deadline         when it fails (engine clock), None = never
+    num_cached       prompt tokens given by the prefix cache at first admission; None = not admitted yet
+    has_forked       the choices after the leader are under way
+    blocked_at       admissions so far when it was first passed over for lack of blocks
+    prompt_logprobs  collected so far; None once delivered, or when not asked for
+    """
+
+    message: Generate
+    lane: Lane
+    deadline: float | None
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached: int | None = None
+    has_forked: bool = False
+    blocked_at: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def leader(self) -> Sequence:
+        """The first choice that is not done; when all are, the last one."""
+        return next((one for one in self.sequences if one.phase is not Phase.DONE), self.sequences[-1])
+
+    @property
+    def is_done(self) -> bool:
+        return all(one.phase is Phase.DONE for one in self.sequences)
