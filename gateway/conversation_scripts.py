@@ -143,7 +143,8 @@ BEGIN = (
     + """
 -- KEYS conv; ARGV ttl, token, lease ms, max bytes → {outcome, seq, items newest first, 1 if some were left out}
 if redis.call('EXISTS', KEYS[1]) == 0 then return {'missing'} end
-if busy(KEYS[1]) then return {'busy'} end
+local holder = busy(KEYS[1])
+if holder and holder ~= ARGV[2] then return {'busy'} end
 redis.call('HSET', KEYS[1], 'turn', ARGV[2])
 hold(KEYS[1], ARGV[3])
 touch(KEYS[1], ARGV[1])
@@ -179,6 +180,7 @@ for i = 5, 4 + 2 * n do fields[#fields + 1] = ARGV[i] end
 if KEYS[2] then
   local row = redis.call('HMGET', KEYS[2], 'seq', 'turn')
   if not row[1] then return 'missing' end
+  if redis.call('HEXISTS', KEYS[2] .. ':items', ARGV[5 + 2 * n]) == 1 then return 'ok' end  -- a repetition
   local holder = busy(KEYS[2])
   if row[1] ~= ARGV[3] or (holder and holder ~= ARGV[2]) then return 'lost' end
   append(KEYS[2], 5 + 2 * n)

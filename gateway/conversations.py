@@ -1,4 +1,4 @@
-"""Conversations: the state of the Responses and Conversations APIs in Redis, per tenant, with a time to live.
+"""ConversationStore: the state of the Responses and Conversations APIs in Redis, per tenant, with a time to live.
 
 Every key carries the tenant in its hash slot, `{t:<tenant>}:…`, so an id means nothing outside its tenant. Items are
 JSON objects that this file does not look into. Knows no HTTP and no model.
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from redis.asyncio import Redis
 
 from gateway import conversation_scripts as scripts
+from tenants.state import Client
 
 Item = dict[str, Any]
 
@@ -97,10 +97,13 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(24)}"
 
 
-class Conversations:
-    """Stored responses and conversations. Every method raises redis' own errors when Redis is away."""
+class ConversationStore:
+    """Stored responses and conversations. Every method raises RedisUnavailable when Redis is away.
 
-    def __init__(self, redis: Redis, ttl_s: int) -> None:
+    Each call may be applied twice (the client repeats one whose connection broke); what it says is then the same.
+    """
+
+    def __init__(self, redis: Client, ttl_s: int) -> None:
         self._redis = redis
         self._ttl_s = ttl_s
         self._scripts = {
@@ -137,12 +140,12 @@ class Conversations:
         head = _key(tenant, "resp", response_id)
         args = [self._ttl_s, _prefix(tenant), MAX_HISTORY_BYTES, MAX_HISTORY_TURNS]
         answer = await self._call("CHAIN", [head], args)
-        if answer[0] == b"missing":
-            if answer[1] == head.encode():
+        if answer[0] == "missing":
+            if answer[1] == head:
                 raise NotStored(
                     "previous_response_not_found", f"Previous response with id '{_shown(response_id)}' not found."
                 )
-            gone = answer[1].decode().removeprefix(_prefix(tenant)).partition(":")[2]
+            gone = answer[1].removeprefix(_prefix(tenant)).partition(":")[2]
             raise NotStored(
                 "response_chain_broken",
                 f"Previous response '{response_id}' builds on '{gone}', which has been deleted or has expired.",
@@ -177,7 +180,7 @@ class Conversations:
             args.extend(_flat([*input_items, *output]))
         elif not store:
             return
-        if await self._call("COMMIT", keys, args) != b"ok":
+        if await self._call("COMMIT", keys, args) != "ok":
             raise TurnLost(
                 "conversation_changed", "The conversation was changed or deleted while the turn was running."
             )
@@ -279,12 +282,12 @@ def _no_item(item_id: str) -> NotStored:
     return NotStored("item_not_found", f"Item with id '{_shown(item_id)}' not found in this conversation.")
 
 
-def _check(outcome: bytes, conversation_id: str, item_id: str | None = None) -> None:
-    if outcome == b"missing":
+def _check(outcome: str, conversation_id: str, item_id: str | None = None) -> None:
+    if outcome == "missing":
         raise _no_conversation(conversation_id)
-    if outcome == b"no_item":
+    if outcome == "no_item":
         raise _no_item(item_id or "")
-    if outcome == b"busy":
+    if outcome == "busy":
         raise ConversationBusy(
             "conversation_locked", "Another turn is running on this conversation. Please retry in a few seconds."
         )

@@ -6,26 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
 
 from gateway import conversations as module
-from gateway.conversations import ConversationBusy, Conversations, Item, NotStored, Turn, TurnLost, new_id
+from gateway.conversations import ConversationBusy, ConversationStore, Item, NotStored, Turn, TurnLost, new_id
 from gateway.items import as_messages, output_item, output_part, parse_items
+from tenants.state import Client, connect
 
 TTL_S = 3600
 
 
 @pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = Redis.from_url(redis_url)
+async def redis(redis_url: str) -> AsyncIterator[Client]:
+    client = connect(redis_url)
     await client.flushdb()
     yield client
     await client.aclose()
 
 
 @pytest.fixture
-def store(redis: Redis) -> Conversations:
-    return Conversations(redis, TTL_S)
+def store(redis: Client) -> ConversationStore:
+    return ConversationStore(redis, TTL_S)
 
 
 def said(text: str) -> list[Item]:
@@ -41,12 +41,12 @@ def texts(items: list[Item]) -> list[str]:
     return [message["content"] for message in as_messages(items)]
 
 
-async def one_turn(store: Conversations, tenant: str, conversation_id: str, question: str, answer: str) -> None:
+async def one_turn(store: ConversationStore, tenant: str, conversation_id: str, question: str, answer: str) -> None:
     turn = await store.begin(tenant, conversation_id)
     await store.keep(tenant, response(answer), said(question), turn, store=True)
 
 
-async def test_a_stored_response_comes_back_as_it_was(store: Conversations) -> None:
+async def test_a_stored_response_comes_back_as_it_was(store: ConversationStore) -> None:
     """T46: what is read later is what was answered, id included."""
     made = response("hello")
     await store.keep("acme", made, said("hi"), None, store=True)
@@ -57,7 +57,7 @@ async def test_a_stored_response_comes_back_as_it_was(store: Conversations) -> N
     assert texts(stored.input_items) == ["hi"]
 
 
-async def test_a_chain_is_read_in_order_and_in_one_call(store: Conversations, redis: Redis) -> None:
+async def test_a_chain_is_read_in_order_and_in_one_call(store: ConversationStore, redis: Client) -> None:
     """previous_response_id gives all that was said before, oldest first, at the price of one call to Redis."""
     previous = None
     for i in range(50):
@@ -73,7 +73,7 @@ async def test_a_chain_is_read_in_order_and_in_one_call(store: Conversations, re
     assert (await redis.info("commandstats"))["cmdstat_evalsha"]["calls"] == before + 1
 
 
-async def test_unknown_foreign_and_unstored_responses_are_one_case(store: Conversations) -> None:
+async def test_unknown_foreign_and_unstored_responses_are_one_case(store: ConversationStore) -> None:
     """AU-04, T45, T47: another tenant's id, an id never stored (store: false) and nonsense can't be told apart."""
     mine, unstored = response("mine"), response("unstored")
     await store.keep("acme", mine, said("hi"), None, store=True)
@@ -87,7 +87,7 @@ async def test_unknown_foreign_and_unstored_responses_are_one_case(store: Conver
     assert (await store.get_response("acme", mine["id"])).response == mine
 
 
-async def test_a_deleted_turn_in_mid_chain_is_named(store: Conversations) -> None:
+async def test_a_deleted_turn_in_mid_chain_is_named(store: ConversationStore) -> None:
     """T48: a chain with a hole is refused with its own code; it never continues with half of what was said."""
     first = response("one")
     await store.keep("acme", first, said("1"), None, store=True)
@@ -102,7 +102,7 @@ async def test_a_deleted_turn_in_mid_chain_is_named(store: Conversations) -> Non
     assert (await store.get_response("acme", second["id"])).response == second
 
 
-async def test_keys_carry_the_tenant_and_expire(store: Conversations, redis: Redis) -> None:
+async def test_keys_carry_the_tenant_and_expire(store: ConversationStore, redis: Client) -> None:
     """AU-04: every key lies in its tenant's hash slot; everything has a time to live, renewed by use."""
     made = response("hello")
     await store.keep("acme", made, said("hi"), None, store=True)
@@ -111,7 +111,7 @@ async def test_keys_carry_the_tenant_and_expire(store: Conversations, redis: Red
     keys = await redis.keys("*")
 
     assert len(keys) == 5
-    assert all(key.startswith(b"{t:acme}:") for key in keys)
+    assert all(key.startswith("{t:acme}:") for key in keys)
     for key in keys:
         await redis.expire(key, 10)
     await store.chain("acme", made["id"])
@@ -120,7 +120,7 @@ async def test_keys_carry_the_tenant_and_expire(store: Conversations, redis: Red
     assert len(renewed) == 4  # the response of the conversation was not used
 
 
-async def test_ten_turns_at_once_lose_nothing(store: Conversations) -> None:
+async def test_ten_turns_at_once_lose_nothing(store: ConversationStore) -> None:
     """DB-01: of parallel turns on one conversation the losers hear of it; what is kept alternates."""
     conversation = await store.create("acme", {}, [])
 
@@ -140,7 +140,7 @@ async def test_ten_turns_at_once_lose_nothing(store: Conversations) -> None:
     assert texts(page.items) == [text for i in won for text in (f"q{i}", f"a{i}")]
 
 
-async def test_turns_on_many_conversations_do_not_meet(store: Conversations) -> None:
+async def test_turns_on_many_conversations_do_not_meet(store: ConversationStore) -> None:
     """DB-01: parallel turns on 50 conversations all succeed, each in its own."""
     made = [await store.create("acme", {}, []) for _ in range(50)]
 
@@ -151,7 +151,9 @@ async def test_turns_on_many_conversations_do_not_meet(store: Conversations) -> 
         assert texts(page.items) == [f"q{i}", f"a{i}"]
 
 
-async def test_a_killed_worker_frees_its_conversation(store: Conversations, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_worker_frees_its_conversation(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A turn that is neither kept nor released holds its conversation no longer than the lease; if its worker was
     only slow, it can't write over what came after."""
     conversation = await store.create("acme", {}, [])
@@ -168,7 +170,7 @@ async def test_a_killed_worker_frees_its_conversation(store: Conversations, monk
 
 
 async def test_a_late_turn_on_an_unchanged_conversation_is_kept(
-    store: Conversations, monkeypatch: pytest.MonkeyPatch
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lease that ran out (a pause of the worker or of Redis) costs no turn if nobody else came."""
     conversation = await store.create("acme", {}, [])
@@ -181,7 +183,7 @@ async def test_a_late_turn_on_an_unchanged_conversation_is_kept(
     assert texts((await store.page("acme", conversation.id, limit=10, order="asc", after=None)).items) == ["q", "a"]
 
 
-async def test_renewing_holds_and_releasing_frees(store: Conversations, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_renewing_holds_and_releasing_frees(store: ConversationStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a turn is renewed nobody else gets in, not even to add or delete; once released, the next one may."""
     conversation = await store.create("acme", {}, said("hi"))
     item = (await store.page("acme", conversation.id, limit=1, order="asc", after=None)).items[0]
@@ -206,7 +208,7 @@ async def test_renewing_holds_and_releasing_frees(store: Conversations, monkeypa
     await one_turn(store, "acme", conversation.id, "q", "a")
 
 
-async def test_a_conversation_deleted_under_a_turn_stays_deleted(store: Conversations, redis: Redis) -> None:
+async def test_a_conversation_deleted_under_a_turn_stays_deleted(store: ConversationStore, redis: Client) -> None:
     """keep() never brings half a conversation back to life."""
     conversation = await store.create("acme", {}, [])
     turn = await store.begin("acme", conversation.id)
@@ -218,7 +220,7 @@ async def test_a_conversation_deleted_under_a_turn_stays_deleted(store: Conversa
     assert await redis.keys("*") == []
 
 
-async def test_a_chain_may_start_in_a_conversation(store: Conversations) -> None:
+async def test_a_chain_may_start_in_a_conversation(store: ConversationStore) -> None:
     """previous_response_id of a turn in a conversation continues from that turn, not from the conversation's end."""
     conversation = await store.create("acme", {}, said("zero"))
     turn = await store.begin("acme", conversation.id)
@@ -233,7 +235,7 @@ async def test_a_chain_may_start_in_a_conversation(store: Conversations) -> None
     assert caught.value.code == "response_chain_broken"
 
 
-async def test_items_come_in_pages(store: Conversations) -> None:
+async def test_items_come_in_pages(store: ConversationStore) -> None:
     """Walking the pages, forwards or backwards, gives each item once."""
     conversation = await store.create("acme", {}, [item for i in range(25) for item in said(str(i))])
 
@@ -247,7 +249,7 @@ async def test_items_come_in_pages(store: Conversations) -> None:
         assert seen == [str(i) for i in expected]
 
 
-async def test_items_can_be_read_and_deleted_singly(store: Conversations) -> None:
+async def test_items_can_be_read_and_deleted_singly(store: ConversationStore) -> None:
     """One item: read, deleted, then 404; a cursor on a deleted item is refused, not ignored."""
     conversation = await store.create("acme", {"k": "v"}, said("one") + said("two"))
     first, second = (await store.page("acme", conversation.id, limit=10, order="asc", after=None)).items
@@ -264,7 +266,7 @@ async def test_items_can_be_read_and_deleted_singly(store: Conversations) -> Non
     assert turn.history.items == [second]
 
 
-async def test_a_conversation_of_another_tenant_is_not_found(store: Conversations) -> None:
+async def test_a_conversation_of_another_tenant_is_not_found(store: ConversationStore) -> None:
     """AU-04, T45: nothing can be done with another tenant's conversation, and nothing is changed by trying."""
     conversation = await store.create("acme", {"k": "v"}, said("secret"))
     item = (await store.page("acme", conversation.id, limit=1, order="asc", after=None)).items[0]
@@ -286,7 +288,7 @@ async def test_a_conversation_of_another_tenant_is_not_found(store: Conversation
 
 
 async def test_a_very_long_conversation_is_read_from_its_end(
-    store: Conversations, monkeypatch: pytest.MonkeyPatch
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No conversation is long enough to make one read unbounded: the newest items come, and the cut is told."""
     monkeypatch.setattr(module, "MAX_HISTORY_BYTES", 4000)
@@ -300,7 +302,20 @@ async def test_a_very_long_conversation_is_read_from_its_end(
     assert 5 < len(found) < 100
 
 
-async def test_scripts_survive_a_flush(store: Conversations, redis: Redis) -> None:
+async def test_a_repeated_call_changes_nothing(store: ConversationStore) -> None:
+    """The client sends a command again when a connection breaks: a turn that was begun or kept stays one turn."""
+    conversation = await store.create("acme", {}, [])
+    turn = await store.begin("acme", conversation.id)
+    made, question = response("a"), said("q")
+
+    await store.keep("acme", made, question, turn, store=True)
+    await store.keep("acme", made, question, turn, store=True)
+
+    page = await store.page("acme", conversation.id, limit=10, order="asc", after=None)
+    assert texts(page.items) == ["q", "a"]
+
+
+async def test_scripts_survive_a_flush(store: ConversationStore, redis: Client) -> None:
     """DB-07: a Redis that has forgotten the scripts is given them again."""
     conversation = await store.create("acme", {}, [])
     await redis.script_flush()
