@@ -99,7 +99,7 @@ class Settings(BaseModel):
     pepper: str = Field(
         "", repr=False, description="secret that API keys are hashed with; default: made at first start"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
 
     @field_validator("data_dir", "run_dir", mode="after")
     @classmethod

@@ -1,0 +1,97 @@
+"""What runs inside a child process of the supervisor: `python -m gateway.child`. Its job comes as one line of JSON on
+stdin, which then stays open: when it closes, the parent is gone, and so is the child."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.config import ConfigError
+from gateway.settings import Settings
+
+EX_CONFIG = 78
+"""Exit status of a child whose settings can't work: starting it again would not help (sysexits.h)."""
+BEAT_EVERY_S = 1
+
+
+class Job(BaseModel):
+    """What a child shall do. `listen_fd` is the shared listening socket, `beat_fd` a pipe for signs of life."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Literal["engine", "worker"]
+    settings: Settings
+    listen_fd: int = -1
+    beat_fd: int = -1
+
+
+def set_up_logging(settings: Settings) -> None:
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    logging.getLogger("uvicorn").setLevel("WARNING" if settings.log_level == "info" else settings.log_level.upper())
+
+
+def run_engine(settings: Settings) -> None:
+    """Serves until SIGTERM. Raises ConfigError."""
+    from engine.server import run
+
+    run(settings.engine_config(), settings.engine_endpoints[0], settings.engine_key or None, settings.drain_s)
+
+
+def run_worker(settings: Settings, listen_fd: int, beat_fd: int) -> None:
+    """One gateway process on the shared listening socket, until SIGTERM and the end of its streams."""
+    import uvicorn
+
+    from gateway.app import create_app
+
+    async def beat() -> None:
+        os.write(beat_fd, b".")
+
+    config = uvicorn.Config(
+        create_app(settings),
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s),
+        callback_notify=beat,
+        timeout_notify=BEAT_EVERY_S,
+    )
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=listen_fd)])
+
+
+def _end_with_parent(stdin: io.FileIO) -> None:
+    while stdin.read(1):
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    stdin = io.FileIO(0, closefd=False)
+    job = Job.model_validate_json(stdin.readline())
+    threading.Thread(target=_end_with_parent, args=(stdin,), name="parent-watch", daemon=True).start()
+    set_up_logging(job.settings)
+    try:
+        if job.role == "engine":
+            run_engine(job.settings)
+        else:
+            run_worker(job.settings, job.listen_fd, job.beat_fd)
+    except ConfigError as error:
+        print(f"chorus: {error}", file=sys.stderr, flush=True)
+        sys.exit(EX_CONFIG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""`chorus pull` and `chorus migrate`: what has to be there before a server starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.config import ConfigError
+from gateway.claims import make_run_dir
+from gateway.cli.options import PLACE, STATE, with_settings
+from gateway.settings import Settings, with_secrets
+
+
+def ensure_model(settings: Settings) -> Settings:
+    """The model is in settings.model_dir: fetched if it has to be. Raises ConfigError."""
+    if (settings.model_dir / "config.json").is_file():
+        return settings
+    if Path(settings.model).expanduser().is_dir():
+        raise ConfigError(f"{settings.model} has no config.json: it is not a checkpoint directory")
+    return settings.model_copy(update={"model": str(fetch(settings.model, settings.models_dir))})
+
+
+def fetch(name: str, models_dir: Path) -> Path:
+    """Downloads a model. → its directory. Raises ConfigError."""
+    from gateway.pull import pull as pull_model
+
+    return pull_model(name, models_dir)
+
+
+@with_settings(PLACE)
+def pull(settings: Settings, name: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)]) -> None:
+    """Fetch a model into the data directory: a name that Chorus knows, or a hub id."""
+    print(fetch(name, settings.models_dir))
+
+
+@with_settings((*STATE, *PLACE))
+def migrate(
+    settings: Settings,
+    revision: Annotated[str, typer.Option(help="Migrate up or down to this revision.")] = "head",
+) -> None:
+    """Bring the database to the newest schema, and make the secrets of a first start."""
+    make_run_dir(settings)
+    settings, is_new = with_secrets(settings)
+    if is_new:
+        print(f"admin key (shown this once, kept in {settings.data_dir / 'admin.key'}): {settings.admin_key}")
+    migrate_database(settings, revision)
+
+
+def migrate_database(settings: Settings, revision: str = "head") -> None:
+    raise NotImplementedError
