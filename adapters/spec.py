@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -69,6 +70,28 @@ class AdapterSpec:
     warnings: tuple[str, ...] = field(default=())
 
 
+ALIGNMENT = 32
+"""Elements: every tensor of a packed adapter begins at a multiple of it (64 bytes at 2 bytes per element)."""
+
+
+def aligned(num_elements: int) -> int:
+    return -(-num_elements // ALIGNMENT) * ALIGNMENT
+
+
+def packed_elements(modules: Iterable[ModuleSpec], shape: BaseShape) -> int:
+    """Elements of the packed buffer: A [r, in] and B [r, out] of every module, each aligned."""
+    return sum(
+        aligned(module.rank * shape.linears[module.module][1]) + aligned(module.rank * shape.linears[module.module][0])
+        for module in modules
+    )
+
+
+def shown(text: str, limit: int = 160) -> str:
+    """Text from a stranger, fit for a message or a log line: ASCII, control characters escaped, bounded."""
+    escaped = json.dumps(text)[1:-1]
+    return escaped if len(escaped) <= limit else escaped[:limit] + "…"
+
+
 class AdapterError(Exception):
     """Something is wrong with an adapter. `code` is stable and documented; `param` names the key or tensor."""
 
@@ -76,7 +99,7 @@ class AdapterError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.param = param
+        self.param = None if param is None else shown(param)
 
 
 class AdapterInvalid(AdapterError):

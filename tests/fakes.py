@@ -134,5 +134,9 @@ class MemoryStore:
             raise AdapterMissing("adapter_missing", f"no adapter {digest}")
         return self._root / digest
 
-    def delete(self, digest: str) -> None:
+    def discard(self, stage: Path) -> None:
+        shutil.rmtree(stage, ignore_errors=True)
+
+    def delete(self, digest: str, grace_s: float = 0.0) -> bool:
         shutil.rmtree(self._root / digest, ignore_errors=True)
+        return True
