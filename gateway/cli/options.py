@@ -34,9 +34,13 @@ def shown_default(name: str) -> str:
 
 def option(name: str) -> inspect.Parameter:
     """The typer option of a setting. All are text here: Settings checks them, wherever they come from."""
-    field = Settings.model_fields[name]
-    note = typer.Option(flag(name), help=(field.description or "") + shown_default(name), envvar=f"CHORUS_{name.upper()}",
-                        show_default=False, metavar="VALUE")  # fmt: skip
+    note = typer.Option(
+        flag(name),
+        help=(Settings.model_fields[name].description or "") + shown_default(name),
+        envvar=f"CHORUS_{name.upper()}",
+        show_default=False,
+        metavar="VALUE",
+    )
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, note])
 
 
