@@ -1,0 +1,72 @@
+"""What all admin routes share: strict bodies, pages, who acts, and when. Knows no service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+
+from gateway.auth import AdminPrincipal, caller_of
+from gateway.errors import bad_request
+from tenants.audit import Actor
+from tenants.limits import MAX_LIMIT, Limits
+
+Limit = Annotated[int, Query(ge=1, le=1000, description="How many to list at most.")]
+After = Annotated[str | None, Query(max_length=256, description="The id of the last one seen.")]
+LimitNumber = Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None
+
+
+class Body(BaseModel):
+    """A JSON body: exact types, no unknown field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class LimitsBody(Body):
+    """null = unlimited, 0 = nothing."""
+
+    requests_per_minute: LimitNumber = None
+    tokens_per_minute: LimitNumber = None
+    concurrency: LimitNumber = None
+
+    def limits(self) -> Limits:
+        return Limits(**self.model_dump())
+
+
+def page(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """A list as OpenAI writes it; the next page begins `after` its last_id."""
+    ids = [str(entry["id"]) for entry in data]
+    return {
+        "object": "list", "data": list(data), "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None,
+        "has_more": has_more,
+    }  # fmt: skip
+
+
+def actor_of(request: Request) -> Actor:
+    """Who acts, for the audit log: the admin, or a tenant's key by its public id."""
+    caller = caller_of(request)
+    name = caller.actor if isinstance(caller, AdminPrincipal) else f"key:{caller.key_id}"
+    return Actor(name, request.scope.get("chorus.request_id", ""))
+
+
+def unix(moment: datetime | None) -> int | None:
+    return None if moment is None else int(moment.timestamp())
+
+
+def moment(value: int | str | None, param: str) -> datetime | None:
+    """Seconds since 1970, or ISO 8601 with a time zone."""
+    try:
+        if value is None:
+            return None
+        if isinstance(value, int):
+            return datetime.fromtimestamp(value, UTC)
+        found = datetime.fromisoformat(value)
+    except (ValueError, OverflowError, OSError):
+        raise bad_request(f"'{param}' is neither seconds since 1970 nor ISO 8601.", param) from None
+    if found.tzinfo is None:
+        raise bad_request(f"'{param}' needs a time zone.", param)
+    return found.astimezone(UTC)

@@ -1,0 +1,108 @@
+"""/admin/v1/tenants: create, list, read, change, delete."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.requests import Request
+
+from gateway.admin.bodies import After, Body, Limit, LimitsBody, actor_of, page, unix
+from gateway.auth import requires, state_of
+from gateway.errors import bad_request
+from tenants.directory import TenantSpec
+from tenants.limits import Limits
+from tenants.models import Tenant
+
+router = APIRouter(prefix="/admin/v1/tenants", tags=["tenants"], dependencies=[Depends(requires("admin"))])
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Weight = Annotated[float, Field(gt=0, le=1000)]
+Priority = Literal["interactive", "standard", "batch"]
+Models = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1000)] | None
+
+
+class NewTenant(Body):
+    """Only `id` is required."""
+
+    id: str
+    name: Name | None = None
+    weight: Weight = 1.0
+    priority: Priority = "standard"
+    models: Models = None
+    limits: LimitsBody = LimitsBody()
+    suspended: bool = False
+
+
+class TenantChanges(Body):
+    """What is not named stays as it is, inside `limits` too."""
+
+    name: Name | None = None
+    weight: Weight | None = None
+    priority: Priority | None = None
+    models: Models = None
+    limits: LimitsBody | None = None
+    suspended: bool | None = None
+
+
+@router.post("", status_code=201)
+async def create_tenant(request: Request, body: NewTenant) -> dict[str, Any]:
+    spec = TenantSpec(
+        id=body.id, name=body.name or "", weight=body.weight, priority=body.priority,
+        models=None if body.models is None else tuple(body.models), limits=body.limits.limits(),
+        suspended=body.suspended,
+    )  # fmt: skip
+    return as_object(await state_of(request).directory.create(spec, actor_of(request)))
+
+
+@router.get("")
+async def list_tenants(request: Request, limit: Limit = 100, after: After = None) -> dict[str, Any]:
+    rows, has_more = await state_of(request).directory.page(after, limit)
+    return page([as_object(row) for row in rows], has_more)
+
+
+@router.get("/{tenant}")
+async def read_tenant(request: Request, tenant: str) -> dict[str, Any]:
+    return as_object(await state_of(request).directory.get(tenant))
+
+
+@router.patch("/{tenant}")
+async def change_tenant(request: Request, tenant: str, body: TenantChanges) -> dict[str, Any]:
+    changes = {name: getattr(body, name) for name in body.model_fields_set}
+    for name, value in changes.items():
+        if value is None and name != "models":
+            raise bad_request(f"'{name}' must not be null.", name)
+    if isinstance(changes.get("limits"), LimitsBody):
+        changes["limits"] = changes["limits"].model_dump(exclude_unset=True)
+    return as_object(await state_of(request).directory.patch(tenant, changes, actor_of(request)))
+
+
+@router.delete("/{tenant}")
+async def delete_tenant(request: Request, tenant: str) -> dict[str, Any]:
+    """Its keys end with it, and its adapters; the usage ledger and the audit log stay."""
+    await state_of(request).directory.delete(tenant, actor_of(request))
+    return {"object": "tenant.deleted", "id": tenant, "deleted": True}
+
+
+def as_object(row: Tenant) -> dict[str, Any]:
+    limits = Limits.of(row.limits)
+    return {
+        "object": "tenant",
+        "id": row.id,
+        "name": row.name,
+        "weight": row.weight,
+        "priority": row.priority,
+        "models": row.models,
+        "limits": limits_object(limits),
+        "suspended": row.suspended,
+        "created_at": unix(row.created_at),
+    }
+
+
+def limits_object(limits: Limits) -> dict[str, int | None]:
+    return {
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+        "concurrency": limits.concurrency,
+    }
