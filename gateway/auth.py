@@ -1,0 +1,168 @@
+"""Who asks: a bearer key → Principal or AdminPrincipal, for every path but a short public list. Knows no route.
+
+Default-deny: `Authenticate` is pure ASGI around the whole application, so a route that nobody thought of, a wrong
+method, the OpenAPI document and the 404 page all need a key. `requires(scope)` then declares, route by route, which
+key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, overload
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.errors import ApiError, to_api_error, unauthorized
+from tenants.keys import InvalidKey, Principal
+
+if TYPE_CHECKING:
+    from gateway.state import State
+
+PUBLIC = frozenset({"/livez", "/readyz", "/health"})
+METERED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+CALLER = "chorus.caller"
+"""Where the ASGI scope carries who asks."""
+
+
+@dataclass(frozen=True)
+class AdminPrincipal:
+    """The holder of the admin key; `actor` is what the audit log calls them."""
+
+    actor: str = "admin"
+
+
+Caller = Principal | AdminPrincipal
+
+
+def forbidden(message: str) -> ApiError:
+    return ApiError(403, message, code="insufficient_permissions")
+
+
+class Authenticate:
+    """ASGI: no public path → a valid key, or 401; when keys can't be looked up 503, never 401."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        if scope["path"] not in PUBLIC:
+            try:
+                scope[CALLER] = await authenticate(scope["state"]["chorus"], Request(scope))
+            except Exception as error:  # noqa: BLE001 - whatever went wrong, nobody gets through
+                return await to_api_error(error).response()(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+async def authenticate(state: State, request: Request) -> Caller:
+    """Raises ApiError 401, or StateUnavailable when it can't be known."""
+    key = bearer(request.headers.getlist("authorization"))
+    if is_admin_key(key, state.settings.admin_key):
+        return AdminPrincipal()
+    try:
+        principal = await state.keys.authenticate(key, check_epoch=not is_metered(request))
+    except InvalidKey:
+        shown = f"{key[:12]}…{key[-4:]}" if len(key) > 24 and key.isascii() else "…"
+        raise unauthorized(f"Incorrect API key provided: {shown}", "invalid_api_key") from None
+    organization = request.headers.get("openai-organization")
+    if organization and organization != principal.tenant_id:
+        raise unauthorized("OpenAI-Organization does not match the API key.", "mismatched_organization")
+    return principal
+
+
+def is_metered(request: Request) -> bool:
+    """Will this request hold quota, which checks that nothing about the key has changed? Then that is its one round
+    trip to Redis."""
+    return request.method == "POST" and request.url.path in METERED
+
+
+def renewal(request: Request) -> Callable[[], Awaitable[Principal]]:
+    """For Inference.stream: authenticates this request's key again, past every cache."""
+    state, key = state_of(request), bearer(request.headers.getlist("authorization"))
+    return lambda: state.keys.authenticate(key)
+
+
+def bearer(values: list[str]) -> str:
+    """The key of the one Authorization header. Raises ApiError 401."""
+    if not values:
+        raise unauthorized(
+            "You didn't provide an API key. Send it in an Authorization header: `Authorization: Bearer YOUR_KEY`.",
+            "missing_api_key",
+        )
+    scheme, _, key = values[0].partition(" ")
+    if len(values) > 1 or scheme.lower() != "bearer" or not key.strip() or len(key) > 512:
+        raise unauthorized("The Authorization header must be `Bearer YOUR_KEY`.", "invalid_api_key")
+    return key.strip()
+
+
+def is_admin_key(key: str, admin_key: str) -> bool:
+    """Compared in constant time, whatever the lengths."""
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (key, admin_key)]
+    return bool(admin_key) and hmac.compare_digest(*digests)
+
+
+class Requires:
+    """A FastAPI dependency: the caller, if its key may do this; `scope` shows what a route asks for."""
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+
+    async def __call__(self, request: Request) -> Caller:
+        caller = caller_of(request)
+        if self.scope == "any":
+            return caller
+        if self.scope == "admin":
+            if not isinstance(caller, AdminPrincipal):
+                raise forbidden("This needs an admin key.")
+            return caller
+        if not isinstance(caller, Principal):
+            raise forbidden("The admin key is for administration; use a tenant's key here.")
+        if self.scope != "tenant" and self.scope not in caller.scopes:
+            raise forbidden(f"This key lacks the scope `{self.scope}`.")
+        return caller
+
+
+class _RequiresAdmin(Requires):
+    async def __call__(self, request: Request) -> AdminPrincipal:
+        caller = await super().__call__(request)
+        assert isinstance(caller, AdminPrincipal)
+        return caller
+
+
+class _RequiresTenant(Requires):
+    async def __call__(self, request: Request) -> Principal:
+        caller = await super().__call__(request)
+        assert isinstance(caller, Principal)
+        return caller
+
+
+@overload
+def requires(scope: Literal["admin"]) -> _RequiresAdmin: ...
+@overload
+def requires(scope: Literal["inference", "adapters:write", "tenant"]) -> _RequiresTenant: ...
+@overload
+def requires(scope: Literal["any"]) -> Requires: ...
+def requires(scope: str) -> Requires:
+    """For `Depends(...)`: "inference", "adapters:write" → Principal with that scope; "tenant" → any tenant key;
+    "admin" → AdminPrincipal; "any" → whoever has a key."""
+    if scope == "admin":
+        return _RequiresAdmin(scope)
+    return Requires(scope) if scope == "any" else _RequiresTenant(scope)
+
+
+def caller_of(request: Request) -> Caller:
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+def state_of(request: Request) -> State:
+    """What the lifespan built."""
+    state: State = request.state.chorus
+    return state

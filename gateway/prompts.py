@@ -1,0 +1,117 @@
+"""Prompts: what a client sends → ids that fit the model, long texts in a few threads. Knows no HTTP and no tenants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine.protocol import Ready, Refused
+from engine.template import Message
+from engine.text import PromptError, Tokenizer
+
+T = TypeVar("T")
+INLINE_CHARS = 2048
+"""Texts up to this length are encoded on the event loop: a millisecond at most, less than a thread costs others."""
+MAX_WAITING = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A conversation, for the model's chat template; contents are strings."""
+
+    messages: list[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A raw prompt."""
+
+    text: str
+    add_special_tokens: bool = True
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text)
+
+
+Prompt = Chat | Text | list[int]
+
+
+class PromptTooLong(Refused):
+    """The prompt, or prompt and output, are more than the model's context."""
+
+
+class PromptEncoder:
+    """Encodes at most `num_threads` long prompts at once; a bounded number waits, more are refused."""
+
+    def __init__(self, tokenizer: Tokenizer, num_threads: int = 2) -> None:
+        self.tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+        self._waiting = 0
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, prompts: Sequence[Prompt], param: str, ready: Ready) -> list[list[int]]:
+        """Raises PromptError or Refused; `param` is the request field that the prompts came from."""
+        return [await self._encode_one(prompt, param, ready) for prompt in prompts]
+
+    async def _encode_one(self, prompt: Prompt, param: str, ready: Ready) -> list[int]:
+        if isinstance(prompt, list):
+            ids = prompt
+        else:
+            self._check_size(prompt, param, ready)
+            ids = await self.offload(prompt.num_chars, lambda: self._ids(prompt))
+        if not ids:
+            raise PromptError("The prompt is empty: it must have at least one token.", param)
+        if not all(0 <= token < ready.vocab_size for token in ids):
+            raise PromptError(f"Token ids must be in [0, {ready.vocab_size}).", param)
+        if len(ids) >= ready.max_model_len:
+            raise too_long(ready.max_model_len, f"{len(ids)} tokens in the prompt", param)
+        return ids
+
+    def _check_size(self, prompt: Chat | Text, param: str, ready: Ready) -> None:
+        """A text that can't fit, whatever its tokens are, is not even encoded."""
+        if prompt.num_chars > ready.max_model_len * self.tokenizer.longest_token_bytes:
+            raise too_long(ready.max_model_len, f"{prompt.num_chars} characters in the prompt", param)
+
+    def _ids(self, prompt: Chat | Text) -> list[int]:
+        if isinstance(prompt, Text):
+            return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        return self.tokenizer.encode_chat(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            add_special_tokens=prompt.add_special_tokens,
+            variables=prompt.variables,
+        )
+
+    async def offload(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Runs `work`, which takes time in proportion to `num_chars`, without holding up the event loop."""
+        if num_chars <= INLINE_CHARS:
+            return work()
+        if self._waiting >= MAX_WAITING:
+            raise Refused("queue_full", "Too many long prompts are waiting to be read.", 1.0)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._waiting -= 1
+
+
+def too_long(limit: int, asked: str, param: str) -> PromptTooLong:
+    return PromptTooLong(
+        "prompt_too_long", f"This model's maximum context length is {limit} tokens, but you asked for {asked}.", None,
+        param,
+    )  # fmt: skip

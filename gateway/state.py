@@ -1,0 +1,44 @@
+"""State: everything that routes work with, built once by the lifespan and handed over as request.state.chorus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adapters.registry import AdapterRegistry
+    from adapters.spec import BaseShape
+    from adapters.storage import AdapterStore
+    from engine.text import Tokenizer
+    from gateway.conversations import Conversations
+    from gateway.inference import Inference
+    from gateway.metrics import Metrics
+    from gateway.replicas import ReplicaSet
+    from gateway.settings import Settings
+    from tenants.db import Database
+    from tenants.directory import TenantDirectory
+    from tenants.keys import KeyRing
+    from tenants.quotas import Quotas
+    from tenants.state import Client
+    from tenants.usage import UsageLedger
+
+
+@dataclass(frozen=True)
+class State:
+    """One gateway worker's services. Nothing here is replaced after start."""
+
+    settings: Settings
+    database: Database
+    redis: Client
+    keys: KeyRing
+    quotas: Quotas
+    ledger: UsageLedger
+    directory: TenantDirectory
+    registry: AdapterRegistry
+    store: AdapterStore
+    shape: BaseShape
+    replicas: ReplicaSet
+    tokenizer: Tokenizer
+    inference: Inference
+    conversations: Conversations
+    metrics: Metrics
