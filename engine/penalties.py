@@ -16,6 +16,10 @@ Entries = tuple[np.ndarray, ...]
 """Parallel arrays, first the token ids (distinct within one sequence), then what belongs to each."""
 
 
+BLOCKED = float(np.finfo(np.float32).min)
+"""Probability 0, yet above the −inf that pads a vocabulary."""
+
+
 class Seen:
     """How often each token occurs in one sequence: `ids` are distinct, `counts` are those in the output."""
 
@@ -53,7 +57,7 @@ class Seen:
 
 
 class Penalties:
-    """Changes logits in place, all rows at once. Order: penalties on the model's logits, then bias, then blocked ids."""
+    """Changes logits in place, all rows at once: penalties on the model's logits, then bias, then blocked ids."""
 
     def __init__(self, eos_token_ids: Sized[int]) -> None:
         self._eos = tuple(eos_token_ids)
@@ -91,7 +95,7 @@ class Penalties:
         if rows:
             stops = [np.array(sorted({*self._eos, *(s.params.stop_token_ids or ())}), np.int64) for _, s in rows]
             index, ids, *_ = _flatten(rows, [(ids, np.zeros(len(ids))) for ids in stops], logits_SV.device)
-            logits_SV[index, ids] = -torch.inf
+            logits_SV[index, ids] = BLOCKED
 
 
 def _is_penalised(sequence: Sequence) -> bool:
@@ -99,7 +103,7 @@ def _is_penalised(sequence: Sequence) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def _flatten(rows: list[tuple[int, Sequence]], entries: list[Entries], device: torch.device) -> tuple[Tensor, ...]:
+def _flatten(rows: list[tuple[int, Sequence]], entries: Sized[Entries], device: torch.device) -> tuple[Tensor, ...]:
     """Row index in the logits, token id, value, and index in `rows` of every entry, concatenated."""
     repeated = np.repeat(np.arange(len(rows)), [len(ids) for ids, *_ in entries])
     index = np.array([i for i, _ in rows])[repeated]

@@ -1,8 +1,8 @@
 """Sampler: logits → token ids and logprobs, all rows of a step at once. Knows no model, no batch and no text.
 
-One draw per row, u = f(seed, choice, position), a counter-based generator without history; the token is found by inverse
-CDF among the likeliest tokens in canonical order (probability down, then id up). A row's token depends on its own logits,
-parameters and draw only, never on its neighbours.
+One draw per row, u = f(seed, choice, position), a counter-based generator without history; the token is found by
+inverse CDF among the likeliest tokens in canonical order (probability down, then id up). A row's token depends on its
+own logits, parameters and draw only, never on its neighbours.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sampler:
 
 def greedy(logits_SV: Tensor) -> np.ndarray:
     """The likeliest token of each row, the lowest id among equals. Several times faster than argmax on a CPU."""
-    groups_SGW = _grouped(logits_SV, -torch.inf)
+    groups_SGW = _grouped(logits_SV)
     best_S = groups_SGW.amax(-1).argmax(-1)
     inside_S = groups_SGW[torch.arange(len(best_S), device=best_S.device), best_S].argmax(-1)
     return (best_S * GROUP + inside_S).cpu().numpy()
@@ -75,7 +75,7 @@ def likeliest(values_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The largest C elements lie in the C groups of the largest maxima, so only those are searched.
     """
-    groups_SGW = _grouped(values_SV, -torch.inf)
+    groups_SGW = _grouped(values_SV)
     count = min(count, values_SV.shape[1])
     best_SC = groups_SGW.amax(-1).topk(min(count, groups_SGW.shape[1]), -1).indices
     members_SN = groups_SGW.gather(1, best_SC[:, :, None].expand(-1, -1, GROUP)).flatten(1)
@@ -83,11 +83,12 @@ def likeliest(values_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return largest_SC, best_SC.gather(1, index_SC // GROUP) * GROUP + index_SC % GROUP
 
 
-def _grouped(values_SV: Tensor, fill: float) -> Tensor:
+def _grouped(values_SV: Tensor) -> Tensor:
+    """[S, groups, GROUP], the last group filled with −inf."""
     missing = -values_SV.shape[1] % GROUP
     if missing:
-        values_SV = torch.nn.functional.pad(values_SV, (0, missing), value=fill)
-    return values_SV.unflatten(1, (-1, GROUP))
+        values_SV = torch.nn.functional.pad(values_SV, (0, missing), value=-torch.inf)
+    return values_SV.view(len(values_SV), -1, GROUP)
 
 
 def _shorten(entry: TokenLogprobs, count: int) -> TokenLogprobs:
@@ -153,7 +154,8 @@ def uniform(seeds: Sized[int], choices: Sized[int], positions: Sized[int]) -> np
     zero = np.zeros(len(key), np.uint64)
     counter = (np.array(positions, np.uint64), zero, np.array(choices, np.uint64), zero)
     words = philox(counter, (key & _LOW, key >> _SHIFT))
-    return ((words[0] << _SHIFT | words[1]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    bits = (words[0] << _SHIFT | words[1]) >> np.uint64(11)
+    return np.ldexp(bits.astype(np.float64), -53)
 
 
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
