@@ -1,7 +1,7 @@
 """Ops: the handful of functions between the model and the kernels, each with its equation.
 
-Shape legend: T tokens of the step, H hidden size, N query heads, K key/value heads, D head size, I intermediate size,
-O outputs of a linear, S sequences, R rank, B blocks. Implementations: reference (plain torch, the oracle).
+Shape legend: T tokens of the step, H inputs of a linear, O its outputs, I intermediate size, N query heads, K key/value
+heads, D head size, S rows (sequences), R rank, B blocks. Implementations: reference (plain torch, the oracle), cpu.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from engine.batch import ForwardBatch
@@ -18,7 +19,16 @@ LoraSlices = tuple[tuple[int, int, int], ...]
 
 
 class Ops(Protocol):
-    """The functions that a device implements. All are deterministic: equal inputs give equal bits."""
+    """The functions that a device implements. All are deterministic: equal inputs give equal bits.
+
+    weight_dtype       as which weights are read, and KV is kept
+    activation_dtype   of everything between two ops
+    adapter_dtype      as which adapters are loaded and placed
+    """
+
+    weight_dtype: torch.dtype
+    activation_dtype: torch.dtype
+    adapter_dtype: torch.dtype
 
     def pack_linear(self, weight_OH: Tensor) -> Any:
         """A weight in the layout that `linear` likes best; made once at load, the original is dropped."""
@@ -38,11 +48,12 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """r' = r + x; y = rms_norm(r'). Returns (y, r')."""
+        """r' = r + x; y = rms_norm(r'). Returns (y, r'); both inputs may be overwritten."""
         ...
 
-    def rope(self, q_TND: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates halves: q' = q·cos + rotate_half(q)·sin, the same for k (RoFormer, arXiv 2104.09864)."""
+    def rope(self, x_TJD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """y = x·cos + swap_halves(x)·sin over all J heads, with sin negated in its first half, which makes it
+        q·cos + rotate_half(q)·sin (RoFormer, arXiv 2104.09864)."""
         ...
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
@@ -50,10 +61,30 @@ class Ops(Protocol):
         ...
 
     def write_kv(self, k_TKD: Tensor, v_TKD: Tensor, cache: Tensor, slots_T: Tensor) -> None:
-        """cache[0, slot[t]] = k[t]; cache[1, slot[t]] = v[t], with cache [2, B·block_size, K, D]."""
+        """cache[0, slot[t]] = k[t]; cache[1, slot[t]] = v[t], with cache [2, B·block_size, K, D].
+
+        Only finite numbers are kept (±KV_LIMIT, NaN as 0): whoever reads a block's unused slots through a mask
+        multiplies what lies there by 0, and 0 · NaN would carry one tenant's overflow into another's answer."""
         ...
 
-    def attention(self, q_TND: Tensor, cache: Tensor, batch: ForwardBatch, scale: float, window: int | None) -> Tensor:
-        """o[t] = softmax(scale · q[t]·Kᵀ) V over the positions p ≤ position[t] of t's own sequence (and
-        p > position[t] − window), K and V read through its block table. Query head n uses KV head n·K // N."""
+    def plan_attention(self, batch: ForwardBatch) -> Any:
+        """Whatever `attention` needs to know about the batch, computed once for all layers."""
         ...
+
+    def attention(self, q_TND: Tensor, cache: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:
+        """o[t] = softmax(scale · q[t]·Kᵀ) V over the positions p ≤ position[t] of t's own sequence (and
+        p > position[t] − window), K and V read through its block table. Query head n uses KV head n·K // N.
+        Returns [T, N·D]."""
+        ...
+
+
+KV_LIMIT = 65504.0
+"""Keys and values are clamped to ± this (the largest fp16): far above what sound weights produce."""
+
+
+def create_ops(device: str, dtype: torch.dtype, has_wide_weights: bool = False) -> Ops:
+    """The ops for a device ("cpu", "cuda", "cuda:0", …). has_wide_weights: keep fp32 copies too, if they are faster."""
+    from engine.ops.cpu import CpuOps
+    from engine.ops.reference import ReferenceOps
+
+    return CpuOps(dtype, has_wide_weights) if device == "cpu" else ReferenceOps(dtype)

@@ -1,0 +1,40 @@
+"""Rotary embeddings: the table of cosines and sines that all layers read, with linear and Llama 3.1 scaling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.model.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """θ^(−2i/D) for i < D/2, scaled as the config says; fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    return plain
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Stretches wavelengths above original/low by `factor`, keeps those below original/high, blends between them."""
+    wavelengths = 2 * math.pi / plain
+    turns = rope.original_max_position / wavelengths
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    stretched = torch.where(turns < rope.low_freq_factor, plain / rope.factor, plain)
+    is_between = (turns >= rope.low_freq_factor) & (turns <= rope.high_freq_factor)
+    return torch.where(is_between, blended, stretched)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """[2, P, D] fp32: cos and sin of every position, repeated for both halves; sin negated in the first half, so that
+    rotate_half(x)·sin becomes swap_halves(x) times this."""
+    angles = torch.outer(torch.arange(num_positions).float(), inverse_frequencies(rope, head_dim))
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))

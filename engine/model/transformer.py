@@ -1,0 +1,120 @@
+"""Transformer: the decoder that all families share, written above Ops. Knows no batch policy and no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adapters.spec import LINEARS
+from engine.batch import ForwardBatch
+from engine.kv_cache import KVCache
+from engine.model.config import ModelConfig
+from engine.model.rope import rope_table
+from engine.ops import LoraSlices, Ops
+
+Q, K, V, O, GATE, UP, DOWN = range(len(LINEARS))  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight as Ops packed it, and its bias where the family has one."""
+
+    packed: Any
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer: q|k|v are one linear, gate|up another."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class Transformer:
+    """Token ids in, logits out; keys and values live in a KVCache.
+
+    Legend: T tokens, H hidden size, N query heads, K KV heads, D head size, V vocabulary, R rows of logits.
+    """
+
+    def __init__(
+        self, config: ModelConfig, ops: Ops, embedding_VH: Tensor, layers: list[Layer], norm_H: Tensor, head: Linear
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.layers = layers
+        self._embedding_VH = embedding_VH
+        self._norm_H = norm_H
+        self._head = head
+        self._scale = config.head_dim**-0.5
+        self._rope = rope_table(config.rope, config.head_dim, config.max_position).to(
+            embedding_VH.device, ops.activation_dtype
+        )
+        ends = (config.q_size, config.q_size + config.kv_size, config.q_size + 2 * config.kv_size)
+        self._qkv_slices: LoraSlices = ((Q, 0, ends[0]), (K, ends[0], ends[1]), (V, ends[1], ends[2]))
+        inner = config.intermediate_size
+        self._gate_up_slices: LoraSlices = ((GATE, 0, inner), (UP, inner, 2 * inner))
+        self._o_slices: LoraSlices = ((O, 0, config.hidden_size),)
+        self._down_slices: LoraSlices = ((DOWN, 0, config.hidden_size),)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Computes the batch's tokens and writes their KV. Returns hidden states [T, H], before the final norm."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        residual_TH = F.embedding(batch.tokens_T, self._embedding_VH).to(ops.activation_dtype)
+        cos_TD, sin_TD = self._rope[:, batch.positions_T]
+        plan = ops.plan_attention(batch)
+        x_TH = torch.zeros_like(residual_TH)
+        for index, layer in enumerate(self.layers):
+            y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.input_norm, eps)
+            x_TH = self._attention(index, y_TH, batch, cache.layers[index], plan, cos_TD, sin_TD)
+            y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.post_norm, eps)
+            x_TH = self._mlp(index, y_TH, batch)
+        return residual_TH + x_TH
+
+    @torch.inference_mode()
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """[R, V] fp32 for rows of `forward`'s result: take only those that are wanted (batch.logit_rows)."""
+        normal_RH = self.ops.rms_norm(hidden_RH, self._norm_H, self.config.rms_norm_eps)
+        return self.ops.linear(normal_RH, self._head.packed, self._head.bias).float()
+
+    def _attention(
+        self, index: int, x_TH: Tensor, batch: ForwardBatch, cache: Tensor, plan: Any, cos_TD: Tensor, sin_TD: Tensor
+    ) -> Tensor:
+        layer, ops, config = self.layers[index], self.ops, self.config
+        qkv = self._linear(index, layer.qkv, x_TH, batch, self._qkv_slices)
+        heads_TJD = qkv.view(len(qkv), -1, config.head_dim)
+        num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
+        qk_TJD, v_TKD = heads_TJD[:, :num_rotated], heads_TJD[:, num_rotated:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_TND = ops.rms_norm(qk_TJD[:, :num_heads], layer.q_norm, config.rms_norm_eps)
+            k_TKD = ops.rms_norm(qk_TJD[:, num_heads:], layer.k_norm, config.rms_norm_eps)
+            qk_TJD = torch.cat((q_TND, k_TKD), 1)
+        qk_TJD = ops.rope(qk_TJD, cos_TD, sin_TD)
+        q_TND, k_TKD = qk_TJD[:, :num_heads], qk_TJD[:, num_heads:]
+        ops.write_kv(k_TKD, v_TKD, cache, batch.slots_T)
+        attended = ops.attention(q_TND, cache, plan, self._scale, layer.window)
+        return self._linear(index, layer.o, attended, batch, self._o_slices)
+
+    def _mlp(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+        layer = self.layers[index]
+        gate_up = self._linear(index, layer.gate_up, x_TH, batch, self._gate_up_slices)
+        return self._linear(index, layer.down, self.ops.silu_mul(gate_up), batch, self._down_slices)
+
+    def _linear(self, index: int, linear: Linear, x_TH: Tensor, batch: ForwardBatch, slices: LoraSlices) -> Tensor:
+        """The base's linear for all tokens, then each adapter's part for its own."""
+        y_TO = self.ops.linear(x_TH, linear.packed, linear.bias)
+        if batch.segments:
+            self.ops.lora(y_TO, x_TH, batch, index, slices)
+        return y_TO

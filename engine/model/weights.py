@@ -1,0 +1,123 @@
+"""From *.safetensors to a Transformer: every tensor of the checkpoint is used, or the load fails and names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.config import ConfigError
+from engine.model.config import ModelConfig
+from engine.model.transformer import Layer, Linear, Transformer
+from engine.ops import Ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_model(path: Path, config: ModelConfig, ops: Ops, device: torch.device | str = "cpu") -> Transformer:
+    """Reads the checkpoint in `path` layer by layer, so that little more than the model itself is in memory. Raises
+    ConfigError where a tensor is missing, left over, damaged or of another shape or dtype."""
+    with _opened(path) as files:
+        reader = _Reader(files, ops, device)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        embedding_VH = reader.take("model.embed_tokens.weight", vocab, hidden)
+        layers = [_layer(reader, config, index) for index in range(config.num_layers)]
+        norm_H = reader.norm("model.norm.weight", hidden)
+        if config.tie_word_embeddings:
+            reader.ignore("lm_head.weight")
+            head = Linear(ops.pack_linear(embedding_VH))
+        else:
+            head = Linear(ops.pack_linear(reader.take("lm_head.weight", vocab, hidden)))
+        reader.finish()
+    return Transformer(config, ops, embedding_VH, layers, norm_H, head)
+
+
+def _layer(reader: _Reader, config: ModelConfig, index: int) -> Layer:
+    prefix, hidden = f"model.layers.{index}", config.hidden_size
+    has_qk_norm = config.qk_norm
+    reader.ignore(f"{prefix}.self_attn.rotary_emb.inv_freq")  # a constant that old exporters wrote
+    return Layer(
+        input_norm=reader.norm(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=_linear(reader, config, f"{prefix}.self_attn", ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        q_norm=reader.norm(f"{prefix}.self_attn.q_norm.weight", config.head_dim) if has_qk_norm else None,
+        k_norm=reader.norm(f"{prefix}.self_attn.k_norm.weight", config.head_dim) if has_qk_norm else None,
+        o=_linear(reader, config, f"{prefix}.self_attn", ("o_proj",), config.o_bias),
+        post_norm=reader.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=_linear(reader, config, f"{prefix}.mlp", ("gate_proj", "up_proj"), config.mlp_bias),
+        down=_linear(reader, config, f"{prefix}.mlp", ("down_proj",), config.mlp_bias),
+        window=config.windows[index],
+    )
+
+
+def _linear(reader: _Reader, config: ModelConfig, block: str, names: tuple[str, ...], has_bias: bool) -> Linear:
+    """Linears that read the same input, as one."""
+    weights = [reader.take(f"{block}.{name}.weight", *config.linears[name]) for name in names]
+    bias = None
+    if has_bias:
+        parts = [reader.take(f"{block}.{name}.bias", config.linears[name][0]) for name in names]
+        bias = torch.cat(parts).to(reader.ops.activation_dtype)
+    return Linear(reader.ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0]), bias)
+
+
+class _Reader:
+    """Takes tensors by name and keeps account of what is left."""
+
+    def __init__(self, files: dict[str, Any], ops: Ops, device: torch.device | str) -> None:
+        self.ops = ops
+        self._files = files
+        self._device = device
+        self._left = set(files)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if name not in self._files:
+            raise ConfigError(f"the checkpoint has no tensor {name}")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES:
+            raise ConfigError(
+                f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, expected a float of shape {shape}"
+            )
+        self._left.discard(name)
+        return tensor.to(self._device, self.ops.weight_dtype)
+
+    def norm(self, name: str, size: int) -> Tensor:
+        return self.take(name, size).to(self.ops.activation_dtype)
+
+    def ignore(self, name: str) -> None:
+        self._left.discard(name)
+
+    def finish(self) -> None:
+        if self._left:
+            names = sorted(self._left)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ConfigError(
+                f"the checkpoint holds tensors that this model has no place for: {', '.join(names[:5])}{more}"
+            )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Any]]:
+    """Tensor name → open file. Shards are named by model.safetensors.index.json."""
+    with ExitStack() as stack:
+        try:
+            handles = {file: stack.enter_context(safe_open(path / file, framework="pt")) for file in _file_names(path)}
+            yield {name: handle for handle in handles.values() for name in handle.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path}: the weights can't be read: {error}") from error
+
+
+def _file_names(path: Path) -> list[str]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} is not an index of shards: {error!r}") from error
+    if (path / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    raise ConfigError(f"{path} holds no model.safetensors (pickled weights are not read)")

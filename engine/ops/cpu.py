@@ -1,0 +1,182 @@
+"""CpuOps: the ops as a CPU likes them, in plain torch. Weights laid out once, decode attention of all rows at
+once, activations and adapters in fp32 (a small fp32 product takes 2 µs here, the same in bf16 20 µs)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import ForwardBatch, Ints
+from engine.ops.reference import ReferenceOps
+
+WIDE_ABOVE = 4
+"""Tokens above which the fp32 copy of a weight is faster than the 16-bit one: below, its bytes are what costs."""
+
+MIN_BUCKET = 8
+"""Blocks up to which decode rows share one padded bucket; above it, a bucket holds rows within a factor of two."""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """One weight in the layout that each product likes: 16-bit as oneDNN blocks it, fp32 transposed to [H, O]."""
+
+    narrow_OH: Tensor | None
+    wide_HO: Tensor | None
+
+
+class CpuOps(ReferenceOps):
+    """`dtype` is how weights and KV are kept. Everything else is fp32, which is at least as exact.
+
+    has_wide_weights: keep an fp32 copy of 16-bit weights: without AMX, vdpbf16ps has half the rate of fp32 FMA.
+    """
+
+    def __init__(self, dtype: torch.dtype, has_wide_weights: bool = False) -> None:
+        super().__init__(torch.float32)
+        self.weight_dtype = dtype
+        self._is_narrow = dtype != torch.float32
+        self._is_wide = has_wide_weights or not self._is_narrow
+
+    def pack_linear(self, weight_OH: Tensor) -> PackedLinear:
+        narrow = (
+            torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), WIDE_ABOVE) if self._is_narrow else None
+        )
+        return PackedLinear(narrow, weight_OH.t().to(torch.float32).contiguous() if self._is_wide else None)
+
+    def linear(self, x_TH: Tensor, packed: PackedLinear, bias_O: Tensor | None = None) -> Tensor:
+        narrow_OH, wide_HO = packed.narrow_OH, packed.wide_HO
+        if wide_HO is not None and (narrow_OH is None or len(x_TH) > WIDE_ABOVE):
+            return x_TH @ wide_HO if bias_O is None else torch.addmm(bias_O, x_TH, wide_HO)
+        assert narrow_OH is not None
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TH.to(narrow_OH.dtype), narrow_OH, None, "none", [], ""
+        ).float()
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+
+    def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual_TH.add_(x_TH)
+        return self.rms_norm(residual_TH, weight_H, eps), residual_TH
+
+    def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        gate, up = gate_up_T2I.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def plan_attention(self, batch: ForwardBatch) -> AttentionPlan:
+        return AttentionPlan(batch, self.weight_dtype)
+
+    def attention(self, q_TND: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
+        """One product for all decode rows of about equal context, one per chunk of a prompt."""
+        num_kv_heads, head_dim = cache.shape[2:]
+        q_TND = q_TND.to(cache.dtype)
+        blocks = cache.view(2, -1, plan.block_size * num_kv_heads * head_dim)
+        out_TND = torch.empty_like(q_TND)
+        for part in plan.parts(window):
+            kv = blocks.index_select(1, part.blocks).view(2, part.num_rows, -1, num_kv_heads, head_dim)
+            keys, values = kv[:, :, : part.length].transpose(2, 3)
+            if part.is_decode:  # the queries of a group read the same keys: they are the rows of one product
+                queries = q_TND[part.tokens].view(part.num_rows, num_kv_heads, -1, head_dim)
+                out = F.scaled_dot_product_attention(queries, keys, values, part.mask, scale=scale)
+                out_TND[part.tokens] = out.flatten(1, 2)
+            else:
+                queries = q_TND[part.tokens].transpose(0, 1).unsqueeze(0)
+                is_causal, has_groups = part.mask is None, q_TND.shape[1] != num_kv_heads
+                out = F.scaled_dot_product_attention(
+                    queries, keys, values, part.mask, is_causal=is_causal, scale=scale, enable_gqa=has_groups
+                )
+                out_TND[part.tokens] = out[0].transpose(0, 1)
+        return out_TND.flatten(1).float()
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Rows that one product serves: decode rows of like context, or one row's chunk.
+
+    tokens   of the batch, a slice where they lie together
+    blocks   to read: num_rows times the same number, of which `length` positions count
+    mask     added to the scores; None = causal from position 0 on
+    """
+
+    tokens: slice | Tensor
+    blocks: Tensor
+    num_rows: int
+    length: int
+    mask: Tensor | None
+    is_decode: bool
+
+
+class AttentionPlan:
+    """How a batch's attention is cut into parts, per sliding window; made once per step, shared by the layers."""
+
+    def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
+        self.block_size = batch.block_size
+        self._batch = batch
+        self._hidden = torch.tensor(torch.finfo(dtype).min, dtype=dtype)  # finite: −inf − −inf would be NaN
+        self._parts: dict[int | None, list[AttentionPart]] = {}
+
+    def parts(self, window: int | None) -> list[AttentionPart]:
+        if window not in self._parts:
+            is_decode = self._batch.lengths_S == 1
+            firsts_S = self._first_blocks(window)
+            decodes = (
+                self._decode(rows, firsts_S, window) for rows in self._buckets(np.flatnonzero(is_decode), firsts_S)
+            )
+            chunks = (self._chunk(row, int(firsts_S[row]), window) for row in np.flatnonzero(~is_decode).tolist())
+            self._parts[window] = [*decodes, *chunks]
+        return self._parts[window]
+
+    def _first_blocks(self, window: int | None) -> Ints:
+        """The first block that any token of each row can see."""
+        batch = self._batch
+        if window is None:
+            return np.zeros_like(batch.contexts_S)
+        firsts: Ints = np.maximum(batch.contexts_S - batch.lengths_S + 1 - window, 0) // self.block_size
+        return firsts
+
+    def _buckets(self, rows: Ints, firsts_S: Ints) -> list[Ints]:
+        """Decode rows whose numbers of blocks are within a factor of two: padding costs at most the double."""
+        num_blocks = -(-self._batch.contexts_S[rows] // self.block_size) - firsts_S[rows]
+        classes = np.ceil(np.log2(np.maximum(num_blocks, MIN_BUCKET)))
+        return [rows[classes == each] for each in np.unique(classes)]
+
+    def _decode(self, rows: Ints, firsts_S: Ints, window: int | None) -> AttentionPart:
+        batch, block_size = self._batch, self.block_size
+        contexts, firsts = batch.contexts_S[rows], firsts_S[rows]
+        lasts = -(-contexts // block_size)
+        columns = firsts[:, None] + np.arange(int((lasts - firsts).max()))
+        blocks = batch.tables_SB[rows[:, None], np.minimum(columns, lasts[:, None] - 1)]
+        positions = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(rows), -1)
+        is_hidden = positions >= contexts[:, None]
+        if window is not None:
+            is_hidden |= positions < contexts[:, None] - window
+        length = int((contexts - firsts * block_size).max())
+        mask = self._mask(is_hidden[:, None, None, :length])
+        return AttentionPart(
+            _indices(batch.starts_S[rows]), torch.from_numpy(blocks.ravel()), len(rows), length, mask, True
+        )
+
+    def _chunk(self, row: int, first: int, window: int | None) -> AttentionPart:
+        batch, block_size = self._batch, self.block_size
+        start, length, context = int(batch.starts_S[row]), int(batch.lengths_S[row]), int(batch.contexts_S[row])
+        blocks = torch.from_numpy(batch.tables_SB[row, first : -(-context // block_size)])
+        keys = np.arange(first * block_size, context)
+        mask = None
+        if length < context or (window is not None and window < context):
+            queries = np.arange(context - length, context)[:, None]
+            mask = self._mask((keys > queries) | (keys <= queries - (window or context)))
+        return AttentionPart(slice(start, start + length), blocks, 1, len(keys), mask, False)
+
+    def _mask(self, is_hidden: NDArray[np.bool_]) -> Tensor:
+        return torch.where(torch.from_numpy(is_hidden), self._hidden, self._hidden.new_zeros(()))
+
+
+def _indices(tokens: Ints) -> slice | Tensor:
+    """Ascending token indices, as a slice (a view, no copy) where they are consecutive."""
+    first, end = int(tokens[0]), int(tokens[-1]) + 1
+    return slice(first, end) if end - first == len(tokens) else torch.from_numpy(tokens)
