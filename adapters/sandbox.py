@@ -44,7 +44,7 @@ class _Answer(msgspec.Struct):
 async def run(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
     """Raises AdapterError: what validate() raises, or AdapterInvalid when the child broke its limits."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__,
+        sys.executable, "-P", "-m", __name__,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={"PYTHONPATH": str(_ROOT), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
