@@ -3,12 +3,6 @@
 A name has versions; each is a digest and never changes; `current` points at one of them. Adapters of the tenant "" are
 shared by all; a tenant's own adapter of the same name wins. Deleting retires name and versions: nobody finds them any
 more, their files go when no version refers to them and a grace has passed (collect), and numbers are never used again.
-
-    RegistryError          has .code, .message, .param
-    ├── NameInvalid        the name doesn't fit the pattern, or is reserved
-    ├── NameTaken          there is an adapter of this name
-    ├── VersionConflict    the current version is another one than the caller believed
-    └── AdapterNotFound    no such name, or no such version: not told apart
 """
 
 from __future__ import annotations
@@ -18,16 +12,27 @@ import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import delete, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from adapters.records import (
+    SHARED,
+    Adapter,
+    AdapterNotFound,
+    NameInvalid,
+    NameTaken,
+    RegistryError,
+    Resolved,
+    Stored,
+    Version,
+    VersionConflict,
+    not_found,
+)
 from adapters.rows import AdapterRow, VersionRow
-from adapters.spec import AdapterRef, AdapterSpec, shown
 from tenants import audit
 from tenants.audit import Act, Actor
 from tenants.db import Database, now
@@ -36,100 +41,14 @@ from tenants.epochs import Epochs
 if TYPE_CHECKING:
     from adapters.storage import DirectoryStore
 
-SHARED = ""
-"""The tenant of adapters that everyone may call."""
+__all__ = [
+    "SHARED", "Adapter", "AdapterNotFound", "AdapterRegistry", "NameInvalid", "NameTaken", "RegistryError", "Resolved",
+    "Stored", "Version", "VersionConflict",
+]  # fmt: skip
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,8}}))?")
 _MAX_CACHED = 10_000
-
-
-class RegistryError(Exception):
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
-
-
-class NameInvalid(RegistryError):
-    pass
-
-
-class NameTaken(RegistryError):
-    pass
-
-
-class VersionConflict(RegistryError):
-    pass
-
-
-class AdapterNotFound(RegistryError):
-    pass
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An adapter that was validated and committed to the store. `size_bytes` is of its files."""
-
-    digest: str
-    spec: AdapterSpec
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class Version:
-    """One immutable version. `packed_bytes` is what it takes in the engine at 2 bytes per element."""
-
-    version: int
-    digest: str
-    rank: int
-    target_modules: tuple[str, ...]
-    num_modules: int
-    num_tensors: int
-    size_bytes: int
-    packed_bytes: int
-    base_model: str | None
-    warnings: tuple[str, ...]
-    created_at: datetime
-
-    @property
-    def ref(self) -> AdapterRef:
-        return AdapterRef(self.digest, self.rank, self.packed_bytes)
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A name and all of its versions, oldest first."""
-
-    tenant_id: str
-    name: str
-    current: int
-    versions: tuple[Version, ...]
-    created_at: datetime
-    updated_at: datetime
-
-    def version(self, number: int | None = None) -> Version:
-        """The current one, or number `number`. Raises AdapterNotFound."""
-        wanted = self.current if number is None else number
-        found = next((version for version in self.versions if version.version == wanted), None)
-        if found is None:
-            raise _not_found(self.name)
-        return found
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """What a name meant at this moment. `tenant_id` is the owner's ("" = shared)."""
-
-    tenant_id: str
-    name: str
-    version: int
-    ref: AdapterRef
-    created_at: datetime
-
-    @property
-    def is_shared(self) -> bool:
-        return self.tenant_id == SHARED
 
 
 class AdapterRegistry:
@@ -253,12 +172,14 @@ class AdapterRegistry:
             return cached[1]
         reference = _REFERENCE.fullmatch(name)
         if reference is None:
-            raise _not_found(name)
-        query = _resolving(tenant_id, reference[2] and int(reference[2])).where(AdapterRow.name == reference[1])
+            raise not_found(name)
+        query = _resolving(tenant_id, int(reference[2]) if reference[2] else None).where(
+            AdapterRow.name == reference[1]
+        )
         async with self._database.session() as session:
             row = (await session.execute(query.order_by(AdapterRow.tenant_id.desc()).limit(1))).first()
         if row is None or row[1] is None:
-            raise _not_found(name)
+            raise not_found(name)
         found = _resolved(row[0], row[1])
         if epoch is not None:
             self._remember((tenant_id, name), epoch, found)
@@ -303,10 +224,6 @@ def _taken(name: str) -> NameTaken:
     return NameTaken("adapter_exists", f"there is an adapter named {name}", "name")
 
 
-def _not_found(name: str) -> AdapterNotFound:
-    return AdapterNotFound("adapter_not_found", f"there is no adapter {shown(name)}", "name")
-
-
 async def _row(session: AsyncSession, tenant_id: str, name: str, lock: bool = True) -> AdapterRow | None:
     query = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
     found: AdapterRow | None = await session.scalar(query.with_for_update() if lock else query)
@@ -316,7 +233,7 @@ async def _row(session: AsyncSession, tenant_id: str, name: str, lock: bool = Tr
 async def _live(session: AsyncSession, tenant_id: str, name: str, lock: bool = True) -> AdapterRow:
     row = await _row(session, tenant_id, name, lock) if NAME.fullmatch(name) else None
     if row is None or row.retired_at is not None:
-        raise _not_found(name)
+        raise not_found(name)
     return row
 
 
