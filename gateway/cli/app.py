@@ -10,7 +10,7 @@ import typer
 
 from engine.config import ConfigError
 from gateway.child import EX_CONFIG
-from gateway.cli import adapters, demo, serve, setup, tenants
+from gateway.cli import adapters, demo, health, serve, setup, tenants
 from gateway.cli.rest import RestError
 from gateway.processes import ChildFailed
 
@@ -24,6 +24,7 @@ app.command("gateway")(serve.gateway)
 app.command("demo")(demo.demo)
 app.command("pull")(setup.pull)
 app.command("migrate")(setup.migrate)
+app.command("health")(health.health)
 app.add_typer(tenants.tenants, name="tenants")
 app.add_typer(tenants.keys, name="keys")
 app.add_typer(adapters.adapters, name="adapters")

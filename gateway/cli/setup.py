@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +24,13 @@ def ensure_model(settings: Settings) -> Settings:
 
 
 def fetch(name: str, models_dir: Path) -> Path:
-    """Downloads a model. → its directory. Raises ConfigError."""
+    """Downloads a model, unless another process has just done that. → its directory. Raises ConfigError."""
     from gateway.pull import pull as pull_model
 
-    return pull_model(name, models_dir)
+    models_dir.mkdir(parents=True, exist_ok=True)
+    with (models_dir / ".pull.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return pull_model(name, models_dir)
 
 
 @with_settings(PLACE)
@@ -49,4 +53,14 @@ def migrate(
 
 
 def migrate_database(settings: Settings, revision: str = "head") -> None:
-    raise NotImplementedError
+    """Up to the newest schema, or to the revision given, up or down."""
+    from alembic import command
+    from alembic.config import Config
+
+    import migrations
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.set_main_option("sqlalchemy.url", settings.database_url.replace("%", "%%"))
+    move = command.downgrade if revision.startswith("-") or revision == "base" else command.upgrade
+    move(config, revision)
