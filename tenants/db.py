@@ -1,8 +1,8 @@
 """The SQL database: Base, Database (sessions on PostgreSQL or SQLite), errors. Knows no table.
 
-    StateUnavailable             a store that must answer does not; try again later
-    ├── DatabaseUnavailable      SQL: refused, hung, out of connections, locked for too long
-    └── RedisUnavailable         (tenants.state)
+StateUnavailable             a store that must answer does not; try again later
+├── DatabaseUnavailable      SQL: refused, hung, out of connections, locked for too long
+└── RedisUnavailable         (tenants.state)
 """
 
 from __future__ import annotations

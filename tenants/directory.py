@@ -1,7 +1,7 @@
 """Tenants: create, change, suspend, delete. Each act and its audit entry are one transaction.
 
-    TenantNotFound     no such tenant
-    TenantExists       the id is taken
+TenantNotFound     no such tenant
+TenantExists       the id is taken
 """
 
 from __future__ import annotations

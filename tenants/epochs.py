@@ -18,13 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants.db import Database
 from tenants.models import EpochOutbox, Tenant
+from tenants.slots import TenantSlot
 from tenants.state import Client, RedisUnavailable
 
 log = logging.getLogger(__name__)
-
-
-def epoch_key(tenant_id: str) -> str:
-    return f"{{t:{tenant_id}}}:epoch"
 
 
 class Epochs:
@@ -36,11 +33,12 @@ class Epochs:
 
     async def get(self, tenant_id: str) -> int:
         """The tenant's epoch now. Raises RedisUnavailable."""
-        value = await self._redis.get(epoch_key(tenant_id))
+        key = TenantSlot(tenant_id).epoch
+        value = await self._redis.get(key)
         if value is None:
-            await self._redis.set(epoch_key(tenant_id), time.time_ns() // 1000, nx=True)
-            value = await self._redis.get(epoch_key(tenant_id))
-        return int(value)
+            await self._redis.set(key, time.time_ns() // 1000, nx=True)
+            value = await self._redis.get(key)
+        return int(value or 0)
 
     @asynccontextmanager
     async def change(self, tenant_id: str) -> AsyncIterator[AsyncSession]:
@@ -81,6 +79,7 @@ class Epochs:
     async def _move(self, tenant_ids: Iterable[str]) -> None:
         pipe = self._redis.pipeline(transaction=False)
         for tenant_id in tenant_ids:
-            pipe.set(epoch_key(tenant_id), time.time_ns() // 1000, nx=True)
-            pipe.incr(epoch_key(tenant_id))
+            key = TenantSlot(tenant_id).epoch
+            pipe.set(key, time.time_ns() // 1000, nx=True)
+            pipe.incr(key)
         await pipe.execute()

@@ -67,6 +67,4 @@ def check_name(name: str) -> str:
 
 def may_call(model: str, *allow_lists: tuple[str, ...] | None) -> bool:
     """Is `model` on every allow-list? None allows all, an empty list nothing."""
-    return all(
-        patterns is None or any(fnmatchcase(model, pattern) for pattern in patterns) for patterns in allow_lists
-    )
+    return all(patterns is None or any(fnmatchcase(model, pattern) for pattern in patterns) for patterns in allow_lists)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, String, Text
@@ -56,7 +56,7 @@ class ApiKey(Base):
 class UsageEntry(Base):
     """What one attempt of one request used. Written once per attempt; corrected only by further entries.
 
-    No foreign keys: the ledger outlives tenants and keys.
+    `day` is that of created_at, in UTC. No foreign keys: the ledger outlives tenants and keys.
     """
 
     __tablename__ = "usage_entries"
@@ -79,6 +79,7 @@ class UsageEntry(Base):
     total_s: Mapped[float | None] = mapped_column()
     user: Mapped[str] = mapped_column(String(512), default="")
     tags: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True))
+    day: Mapped[date] = mapped_column()
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
 
 

@@ -1,86 +1,277 @@
 """Limits per tenant and per key, exact over all workers: hold() before the work, settle() after it, always.
 
-    QuotaExceeded      a limit refuses; nothing was reserved
+    QuotaExceeded      (tenants.gates) a limit refuses; nothing was consumed
     Stale              what the worker knows of the tenant is out of date: authenticate again, then hold again
+
+Between the two a lease in Redis is kept alive by beat(); that of a dead worker runs out, and sweep() settles it at the
+tokens of its last heartbeat. tenants.upkeep calls beat(), retry() and sweep().
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakValueDictionary
 
+import msgspec
+from redis.exceptions import RedisError
+
+from tenants.gates import Gate, QuotaExceeded, Window, gates, refusal, windows
 from tenants.keys import Principal
-from tenants.state import Client
+from tenants.slots import ACTIVE, TenantSlot
+from tenants.state import Client, RedisUnavailable, Script
 from tenants.usage import UsageRecord
 
-Dimension = Literal["requests", "tokens", "concurrency"]
+__all__ = ["Hold", "QuotaExceeded", "Quotas", "Stale", "Window"]
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Window:
-    """One limit as it stands: for the x-ratelimit-{limit,remaining,reset}-* headers. `reset_s` = until it is full."""
-
-    limit: int
-    remaining: int
-    reset_s: float
-
-
-class QuotaExceeded(Exception):
-    """A limit refuses; nothing was consumed. `retry_after_s` is None if waiting can never help.
-
-    scope       whose limit: "tenant" or "key"
-    dimension   "requests" (per minute), "tokens" (per minute) or "concurrency"
-    windows     the tightest requests and tokens windows, for the headers
-    """
-
-    def __init__(
-        self, scope: str, dimension: Dimension, limit: int, used: int, requested: int, retry_after_s: float | None,
-        windows: dict[str, Window],
-    ) -> None:  # fmt: skip
-        super().__init__(f"{scope} limit of {limit} {dimension} reached: used {used}, requested {requested}")
-        self.scope = scope
-        self.dimension = dimension
-        self.limit = limit
-        self.used = used
-        self.requested = requested
-        self.retry_after_s = retry_after_s
-        self.windows = windows
+LEASE_S = 20.0
+"""A lease without a heartbeat ends after this time."""
+TOUCH_S = 60.0
+"""How often a worker says that a tenant is active."""
+FORGET_S = 600.0
+"""An inactive tenant without leases or unwritten usage is no longer swept after this time."""
+REPEAT_S = 5.0
+"""Usage entries younger than this are given again to a Redis that was restarted: it may have lost them."""
+_BATCH = 50
 
 
 class Stale(Exception):
     """The tenant's epoch has moved since the principal was read."""
 
 
+class _Blob(msgspec.Struct, array_like=True):
+    """What sweep() needs to settle an attempt whose worker is dead."""
+
+    record: UsageRecord
+    buckets: list[tuple[str, int]]
+
+
 @dataclass(eq=False)
 class Hold:
-    """A reservation and a lease, kept alive by Quotas until settle(). Set `completion_tokens` as tokens arrive: if this
-    process dies, the lease is settled at the number that the last heartbeat carried.
+    """A reservation and a lease, until settle(). Set `completion_tokens` as tokens arrive: if this process dies, the
+    attempt is billed by the number that the last heartbeat carried.
 
+    tokens      reserved: prompt + what may come
     windows     "requests" and "tokens" → the tightest Window, absent if unlimited: for the response headers
     """
 
     record: UsageRecord
-    principal: Principal
     tokens: int
-    windows: dict[str, Window] = field(default_factory=dict)
+    buckets: list[tuple[str, int]]
+    generation: int
+    windows: dict[str, Window]
     completion_tokens: int = 0
+
+    @property
+    def slot(self) -> TenantSlot:
+        return TenantSlot(self.record.tenant_id)
+
+    @property
+    def lease_keys(self) -> list[str]:
+        """Record of the attempt, leases of tenant and key: the keys that every script call on it begins with."""
+        slot = self.slot
+        return [slot.attempt(self.record.attempt_id), slot.leases, slot.key_leases(self.record.key_id)]
+
+    @property
+    def blob(self) -> bytes:
+        return msgspec.json.encode(_Blob(self.record, self.buckets))
 
 
 class Quotas:
-    """Holds, heartbeats and settlements. `async with quotas:` runs its heartbeats, retries and sweeps."""
+    """Holds, heartbeats and settlements of one worker."""
 
-    def __init__(self, redis: Client) -> None:
+    def __init__(self, redis: Client, lease_s: float = LEASE_S) -> None:
+        self.lease_s = lease_s
         self._redis = redis
+        self._script = Script(Path(__file__).with_name("quotas.lua").read_text())
+        self._live: WeakValueDictionary[str, Hold] = WeakValueDictionary()
+        self._kept: dict[str, tuple[Hold, UsageRecord | None]] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+        self._recent: deque[tuple[float, str, bytes]] = deque()
+        self._touched: dict[str, float] = {}
+        self._generation = redis.generation
+
+    # -- the way of a request
 
     async def hold(self, principal: Principal, record: UsageRecord, tokens: int) -> Hold:
-        """Reserve one request, `tokens` tokens and one lease under every limit of tenant and key, or nothing.
+        """Reserve one request, `tokens` tokens (prompt included) and one lease under every limit, or nothing.
 
-        record: the attempt with its prompt counted. Repeating it with the same attempt_id is harmless.
+        record: the attempt, with its prompt counted. Repeating it with the same attempt_id is harmless.
         Raises QuotaExceeded, Stale, RedisUnavailable.
         """
-        raise NotImplementedError
+        passed = gates(principal.tenant_limits, principal.key_limits, tokens)
+        hold = self._prepare(principal, record, passed, tokens)
+        await self._touch(principal.tenant_id)
+        try:
+            reply = await self._call_hold(principal, hold, passed)
+        except RedisUnavailable:
+            self._kept[record.attempt_id] = (hold, None)  # it may have been done: undo it when Redis is back
+            raise
+        if reply[0] == "stale":
+            raise Stale(f"tenant {principal.tenant_id!r} has changed")
+        if self._redis.generation != principal.generation:  # this is another Redis: its epoch says nothing
+            self._kept[record.attempt_id] = (hold, None)
+            raise Stale("Redis was restarted")
+        used = [float(value) for value in reply[2:]]
+        if reply[0] == "refused":
+            raise refusal(passed, used)
+        hold.windows = windows(passed, used)
+        self._live[record.attempt_id] = hold
+        return hold
 
     async def settle(self, hold: Hold, record: UsageRecord) -> None:
-        """Release the lease, correct the tokens to record.total_tokens and append the usage entry. Never raises for
-        an outage: it is kept and retried. Safe under cancellation; repeating it is harmless."""
-        raise NotImplementedError
+        """Release the lease, correct the tokens to record.total_tokens and append the usage entry.
+
+        Never raises for an outage: it is kept and retried. Goes on if the caller is cancelled. Repeating it is harmless.
+        """
+        self._live.pop(record.attempt_id, None)
+        task = asyncio.create_task(self._settle_or_keep(hold, record))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        await asyncio.shield(task)
+
+    # -- upkeep
+
+    async def beat(self) -> None:
+        """A heartbeat for every live hold. Raises RedisUnavailable."""
+        by_tenant: dict[str, list[Hold]] = {}
+        for hold in list(self._live.values()):
+            by_tenant.setdefault(hold.record.tenant_id, []).append(hold)
+        for tenant_id, holds in by_tenant.items():
+            await self._touch(tenant_id)
+            for start in range(0, len(holds), _BATCH):
+                await self._beat(holds[start : start + _BATCH])
+
+    async def retry(self) -> None:
+        """Settle what was kept; give a restarted Redis the latest entries again. Raises RedisUnavailable."""
+        started = time.monotonic()
+        await self._redis.ping()  # whatever was sent before an outage has now been done or is lost
+        if self._redis.generation != self._generation:
+            for _, stream, entry in list(self._recent):
+                await self._redis.xadd(stream, {"entry": entry})
+            self._generation = self._redis.generation
+            self._touched.clear()
+        while self._recent and self._recent[0][0] < started - REPEAT_S:
+            self._recent.popleft()
+        for attempt_id, (hold, record) in list(self._kept.items()):
+            await self._settle(hold, record)
+            self._kept.pop(attempt_id, None)
+
+    async def sweep(self) -> int:
+        """Settle every expired lease of every tenant. → how many. Raises RedisUnavailable."""
+        seconds, _ = await self._redis.time()
+        tenants: list[tuple[str, float]] = await self._redis.zrange(ACTIVE, 0, -1, withscores=True)
+        pipe = self._redis.pipeline(transaction=False)
+        for tenant_id, _ in tenants:
+            pipe.zrangebyscore(TenantSlot(tenant_id).leases, "-inf", int(seconds) * 1000)
+        swept = 0
+        for (tenant_id, seen_at), expired in zip(tenants, await pipe.execute() if tenants else [], strict=True):
+            for attempt_id in expired:
+                swept += await self._expire(TenantSlot(tenant_id), attempt_id)
+            if not expired and seen_at < time.time() - FORGET_S:
+                await self._forget(TenantSlot(tenant_id))
+        return swept
+
+    async def drain(self) -> list[UsageRecord]:
+        """Wait for settlements on their way. → those that Redis did not take: they are the caller's now."""
+        if self._settling:
+            await asyncio.wait(set(self._settling))
+        kept = [record for _, record in self._kept.values() if record is not None]
+        self._kept.clear()
+        return kept
+
+    # -- the calls
+
+    def _prepare(self, principal: Principal, record: UsageRecord, passed: Sequence[Gate], tokens: int) -> Hold:
+        slot = TenantSlot(principal.tenant_id)
+        buckets = [
+            (slot.bucket(_owner(gate, principal), gate.dimension), gate.limit or 0)
+            for gate in passed
+            if gate.dimension == "tokens"
+        ]
+        return Hold(record, tokens, buckets, self._redis.generation, {})
+
+    async def _call_hold(self, principal: Principal, hold: Hold, passed: Sequence[Gate]) -> list[str]:
+        slot, record = hold.slot, hold.record
+        keys = [slot.epoch, *hold.lease_keys]
+        args: list[str | int | bytes] = [
+            "hold", record.attempt_id, principal.epoch, int(self.lease_s * 1000),
+            hold.blob, record.prompt_tokens, hold.tokens,
+        ]  # fmt: skip
+        for gate in passed:
+            if gate.is_rate:
+                keys.append(slot.bucket(_owner(gate, principal), gate.dimension))
+                args += [gate.limit or 0, gate.cost]
+            else:
+                args.append(-1 if gate.limit is None else gate.limit)
+        reply: list[str] = await self._script(self._redis, keys, args)
+        return reply
+
+    async def _beat(self, holds: Sequence[Hold]) -> None:
+        keys: list[str] = []
+        args: list[str | int | bytes] = ["beat", int(self.lease_s * 1000)]
+        generation = self._redis.generation
+        for hold in holds:
+            keys += hold.lease_keys
+            is_lost = hold.generation != generation
+            used = hold.record.prompt_tokens + hold.completion_tokens
+            args += [hold.record.attempt_id, used, int(is_lost), hold.blob if is_lost else b"", hold.tokens]
+        await self._script(self._redis, keys, args)
+        for hold in holds:
+            hold.generation = generation
+
+    async def _settle_or_keep(self, hold: Hold, record: UsageRecord) -> None:
+        try:
+            await self._settle(hold, record)
+        except (RedisUnavailable, RedisError) as error:
+            log.warning("settlement of %s is kept until Redis takes it: %s", record.attempt_id, error)
+            self._kept[record.attempt_id] = (hold, record)
+
+    async def _settle(self, hold: Hold, record: UsageRecord | None) -> None:
+        """End the attempt as `record` says; None = undo the hold, as if it had never been."""
+        entry = b"" if record is None else msgspec.json.encode(record)
+        if entry:
+            self._recent.append((time.monotonic(), hold.slot.usage, entry))
+        tokens = 0 if record is None else record.total_tokens
+        await self._call_settle(hold, "end", tokens, entry)
+
+    async def _call_settle(self, hold: Hold, how: str, tokens: int, entry: bytes) -> str:
+        keys = [*hold.lease_keys, hold.slot.usage, *(key for key, _ in hold.buckets)]
+        args = ["settle", hold.record.attempt_id, how, tokens, entry, *(limit for _, limit in hold.buckets)]
+        reply: str = await self._script(self._redis, keys, args)
+        return reply
+
+    async def _expire(self, slot: TenantSlot, attempt_id: str) -> int:
+        blob, used = await self._redis.hmget(slot.attempt(attempt_id), ["blob", "used"])
+        if blob is None:  # settled between two calls, or lost with an old Redis
+            await self._redis.zrem(slot.leases, attempt_id)
+            return 0
+        found = msgspec.json.decode(blob, type=_Blob)
+        hold = Hold(found.record, 0, found.buckets, 0, {})
+        completion_tokens = max(0, int(used) - found.record.prompt_tokens)
+        record = msgspec.structs.replace(found.record, status="expired", completion_tokens=completion_tokens)
+        return int(await self._call_settle(hold, "expire", int(used), msgspec.json.encode(record)) == "settled")
+
+    async def _touch(self, tenant_id: str) -> None:
+        """Put the tenant where sweep() looks, before there is anything to find."""
+        if self._touched.get(tenant_id, 0.0) < time.monotonic() - TOUCH_S:
+            await self._redis.zadd(ACTIVE, {tenant_id: time.time()})
+            self._touched[tenant_id] = time.monotonic()
+
+    async def _forget(self, slot: TenantSlot) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.zcard(slot.leases)
+        pipe.xlen(slot.usage)
+        if not any(await pipe.execute()):
+            await self._redis.zrem(ACTIVE, slot.tenant_id)
+
+
+def _owner(gate: Gate, principal: Principal) -> str:
+    return "tenant" if gate.scope == "tenant" else principal.key_id

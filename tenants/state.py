@@ -8,7 +8,8 @@ said are to be read anew.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import hashlib
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import fakeredis
@@ -17,7 +18,14 @@ from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, ConnectionError, MaxConnectionsError, ResponseError, TimeoutError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    MaxConnectionsError,
+    NoScriptError,
+    ResponseError,
+    TimeoutError,
+)
 
 from tenants.db import StateUnavailable
 
@@ -69,7 +77,7 @@ class Client(Redis):  # type: ignore[misc]
         text = await connection.read_response()
         text = text.decode() if isinstance(text, bytes) else text
         found = [line[7:].strip() for line in text.splitlines() if line.startswith("run_id:")]
-        if not found or found[0] != self._run_id:
+        if not found or self._run_id not in ("", found[0]):
             self.generation += 1
         self._run_id = found[0] if found else ""
 
@@ -79,6 +87,20 @@ class _MemoryClient(fakeredis.FakeAsyncRedis):  # type: ignore[misc]
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         return await _answered(super().execute_command(*args, **options))
+
+
+class Script:
+    """A Lua script. A server that forgot it (restart, SCRIPT FLUSH) gets its text again in the same call."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, redis: Client, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
+        try:
+            return await redis.evalsha(self.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await redis.eval(self.text, len(keys), *keys, *args)
 
 
 def connect(url: str, max_connections: int = 32) -> Client:

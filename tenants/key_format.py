@@ -1,0 +1,86 @@
+"""The form of a key, and the pepper that its digest is sealed with. Pure functions: no I/O.
+
+    chorus_live_<public id>_<secret>_<checksum>
+
+The prefix is what secret scanners look for; the public id finds the row and may be logged; the secret has 256 bits; the
+checksum (CRC-32 of all before it) rejects a typo without I/O. All three are base 62.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import string
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PREFIX = "chorus_live"
+_BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
+_ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 16, 43, 6
+_FORM = re.compile(rf"{PREFIX}_([0-9A-Za-z]{{16}})_[0-9A-Za-z]{{43}}_([0-9A-Za-z]{{6}})")
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_BASE62) for _ in range(length))
+
+
+def _checksum(body: str) -> str:
+    value, digits = zlib.crc32(body.encode()), ""
+    for _ in range(_CHECK_LENGTH):
+        value, digit = divmod(value, 62)
+        digits = _BASE62[digit] + digits
+    return digits
+
+
+def make_key() -> tuple[str, str]:
+    """A new (public id, key)."""
+    key_id = _random(_ID_LENGTH)
+    body = f"{PREFIX}_{key_id}_{_random(_SECRET_LENGTH)}"
+    return key_id, f"{body}_{_checksum(body)}"
+
+
+def public_id(key: str) -> str | None:
+    """The public id in a well-formed key; None if it can't be a key of ours."""
+    match = _FORM.fullmatch(key)
+    if match is None or not hmac.compare_digest(_checksum(key.rpartition("_")[0]), match[2]):
+        return None
+    return match[1]
+
+
+@dataclass(frozen=True)
+class Pepper:
+    """Server-side secrets by version; new digests use the highest, old ones open with their own."""
+
+    secrets: Mapping[int, bytes] = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Pepper:
+        """`1:first-secret,2:second-secret`; a text without versions is version 1."""
+        if not text:
+            raise ValueError("the pepper is empty")
+        if not re.match(r"\d+:", text):
+            return cls({1: text.encode()})
+        pairs = (part.strip().partition(":") for part in text.split(","))
+        found = {int(version): secret.encode() for version, _, secret in pairs}
+        if not all(found.values()):
+            raise ValueError("a pepper version has no secret")
+        return cls(found)
+
+    def seal(self, sha256: bytes) -> tuple[int, str]:
+        """(version, hex digest) to store for a key with this SHA-256."""
+        version = max(self.secrets)
+        return version, hmac.new(self.secrets[version], sha256, hashlib.sha256).hexdigest()
+
+    def opens(self, digest: str, version: int, sha256: bytes) -> bool:
+        """Is `digest` that of the key with this SHA-256? In constant time; False for a pepper that we don't have."""
+        secret = self.secrets.get(version)
+        if secret is None:
+            return False
+        return hmac.compare_digest(hmac.new(secret, sha256, hashlib.sha256).hexdigest(), digest)
+
+    def salt(self, tenant_id: str) -> str:
+        """The opaque prefix-cache salt of a tenant. From the lowest version: rotation keeps the cache."""
+        return hmac.new(self.secrets[min(self.secrets)], b"salt:" + tenant_id.encode(), hashlib.sha256).hexdigest()[:32]

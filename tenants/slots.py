@@ -1,0 +1,49 @@
+"""Names of Redis keys. All keys of one tenant lie in one hash slot, so that one script can work on them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACTIVE = "chorus:active"
+"""Sorted set of tenants that may have leases or unwritten usage: tenant → when last seen (s)."""
+UPKEEP = "chorus:upkeep"
+"""Held by the worker that sweeps and flushes at present. It saves work; nothing depends on it."""
+
+
+@dataclass(frozen=True)
+class TenantSlot:
+    """The keys of one tenant."""
+
+    tenant_id: str
+
+    @property
+    def _slot(self) -> str:
+        return f"{{t:{self.tenant_id}}}"
+
+    @property
+    def epoch(self) -> str:
+        return f"{self._slot}:epoch"
+
+    @property
+    def leases(self) -> str:
+        return f"{self._slot}:leases"
+
+    @property
+    def usage(self) -> str:
+        """Stream of usage entries that are not yet in the ledger."""
+        return f"{self._slot}:usage"
+
+    @property
+    def damaged_usage(self) -> str:
+        """List of stream entries that nobody could read: kept for a person to look at."""
+        return f"{self._slot}:usage:damaged"
+
+    def key_leases(self, key_id: str) -> str:
+        return f"{self._slot}:leases:{key_id}"
+
+    def bucket(self, owner: str, dimension: str) -> str:
+        """`owner` is "tenant" or the id of a key."""
+        return f"{self._slot}:bucket:{owner}:{dimension}"
+
+    def attempt(self, attempt_id: str) -> str:
+        return f"{self._slot}:attempt:{attempt_id}"
