@@ -105,6 +105,11 @@ class Resolved:
     created_at: datetime
 
     @property
+    def created(self) -> int:
+        """Seconds since 1970, as model lists show it."""
+        return int(self.created_at.timestamp())
+
+    @property
     def is_shared(self) -> bool:
         return self.tenant_id == SHARED
 

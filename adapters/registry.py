@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -48,7 +47,6 @@ __all__ = [
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REFERENCE = re.compile(rf"({NAME.pattern})(?:@([1-9][0-9]{{0,8}}))?")
-_MAX_CACHED = 10_000
 
 
 class AdapterRegistry:
@@ -58,7 +56,6 @@ class AdapterRegistry:
         self._database = database
         self._epochs = epochs
         self._reserved = frozenset(name.casefold() for name in reserved)
-        self._cache: OrderedDict[tuple[str, str], tuple[int, Resolved]] = OrderedDict()
 
     def check_name(self, name: str) -> None:
         """Raises NameInvalid."""
@@ -160,30 +157,16 @@ class AdapterRegistry:
             found = {adapter.name: _resolved(adapter, version) for adapter, version in rows}  # the own one is last
         return [found[name] for name in sorted(found)]
 
-    async def resolve(self, tenant_id: str, name: str, epoch: int | None = None) -> Resolved:
-        """What `name` or `name@version` means to this tenant now. Raises AdapterNotFound.
-
-        epoch: of the tenant, seen before this call; an answer that was read at the same epoch is given again without
-        asking the database, since whoever changes it moves the epoch.
-        """
-        cached = self._cache.get((tenant_id, name))
-        if cached is not None and cached[0] == epoch:
-            self._cache.move_to_end((tenant_id, name))
-            return cached[1]
+    async def resolve(self, tenant_id: str, name: str) -> Resolved | None:
+        """What `name` or `name@version` means to this tenant now; None if it means nothing."""
         reference = _REFERENCE.fullmatch(name)
         if reference is None:
-            raise not_found(name)
-        query = _resolving(tenant_id, int(reference[2]) if reference[2] else None).where(
-            AdapterRow.name == reference[1]
-        )
+            return None
+        version = int(reference[2]) if reference[2] else None
+        query = _resolving(tenant_id, version).where(AdapterRow.name == reference[1])
         async with self._database.session() as session:
             row = (await session.execute(query.order_by(AdapterRow.tenant_id.desc()).limit(1))).first()
-        if row is None or row[1] is None:
-            raise not_found(name)
-        found = _resolved(row[0], row[1])
-        if epoch is not None:
-            self._remember((tenant_id, name), epoch, found)
-        return found
+        return None if row is None or row[1] is None else _resolved(row[0], row[1])
 
     async def collect(self, store: DirectoryStore, grace_s: float) -> list[str]:
         """Deletes stored files that no version refers to and nobody committed or retired within `grace_s`, which must
@@ -212,12 +195,6 @@ class AdapterRegistry:
         changing = self._epochs.change_all() if tenant_id == SHARED else self._epochs.change(tenant_id)
         async with changing as session:
             yield session
-
-    def _remember(self, key: tuple[str, str], epoch: int, found: Resolved) -> None:
-        self._cache[key] = (epoch, found)
-        self._cache.move_to_end(key)
-        if len(self._cache) > _MAX_CACHED:
-            self._cache.popitem(last=False)
 
 
 def _taken(name: str) -> NameTaken:
