@@ -88,7 +88,7 @@ def _grouped(values_SV: Tensor) -> Tensor:
     missing = -values_SV.shape[1] % GROUP
     if missing:
         values_SV = torch.nn.functional.pad(values_SV, (0, missing), value=-torch.inf)
-    return values_SV.view(len(values_SV), -1, GROUP)
+    return values_SV.reshape(len(values_SV), -1, GROUP)
 
 
 def _shorten(entry: TokenLogprobs, count: int) -> TokenLogprobs:
