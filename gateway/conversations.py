@@ -122,6 +122,14 @@ class ConversationStore:
             )
         }
 
+    async def erase(self, tenant: str) -> int:
+        """Deletes every response and conversation of a tenant. → how many keys. Takes time: it looks at all keys."""
+        num_erased = 0
+        for kind in ("resp", "conv"):
+            async for key in self._redis.scan_iter(f"{_prefix(tenant)}{kind}:*", count=1000):
+                num_erased += await self._redis.unlink(key)
+        return num_erased
+
     # -- responses
 
     async def get_response(self, tenant: str, response_id: str) -> StoredResponse:

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import Query
+from fastapi import Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from gateway.auth import AdminPrincipal, caller_of
 from gateway.errors import bad_request
 from tenants.audit import Actor
-from tenants.limits import MAX_LIMIT, Limits
+from tenants.directory import TenantNotFound
+from tenants.keys import KeyNotFound
+from tenants.limits import MAX_LIMIT, NAME, Limits
 
 Limit = Annotated[int, Query(ge=1, le=1000, description="How many to list at most.")]
-After = Annotated[str | None, Query(max_length=256, description="The id of the last one seen.")]
+After = Annotated[str | None, Query(pattern=r"^[\x21-\x7e]{1,128}$", description="The id of the last one seen.")]
 LimitNumber = Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None
 
 
@@ -51,6 +53,23 @@ def actor_of(request: Request) -> Actor:
     caller = caller_of(request)
     name = caller.actor if isinstance(caller, AdminPrincipal) else f"key:{caller.key_id}"
     return Actor(name, request.scope.get("chorus.request_id", ""))
+
+
+def tenant_id(tenant: str) -> str:
+    """What can't be a tenant's id is not looked up. Raises TenantNotFound."""
+    if not NAME.fullmatch(tenant):
+        raise TenantNotFound(f"tenant {tenant[:64]!r} does not exist")
+    return tenant
+
+
+def _key_id(key_id: str) -> str:
+    if not NAME.fullmatch(key_id):
+        raise KeyNotFound(f"there is no key {key_id[:64]!r}")
+    return key_id
+
+
+TenantId = Annotated[str, Depends(tenant_id)]
+KeyId = Annotated[str, Depends(_key_id)]
 
 
 def unix(moment: datetime | None) -> int | None:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.requests import Request
 
-from gateway.admin.bodies import After, Body, Limit, LimitsBody, actor_of, moment, page, unix
+from gateway.admin.bodies import After, Body, KeyId, Limit, LimitsBody, TenantId, actor_of, moment, page, unix
 from gateway.admin.tenants import Models, Name, limits_object
 from gateway.auth import requires, state_of
 from tenants.keys import KeySpec
@@ -29,7 +29,7 @@ class NewKey(Body):
 
 
 @router.post("", status_code=201)
-async def issue_key(request: Request, tenant: str, body: NewKey) -> dict[str, Any]:
+async def issue_key(request: Request, tenant: TenantId, body: NewKey) -> dict[str, Any]:
     spec = KeySpec(
         name=body.name, scopes=tuple(body.scopes), limits=body.limits.limits(),
         models=None if body.models is None else tuple(body.models), expires_at=moment(body.expires_at, "expires_at"),
@@ -39,7 +39,7 @@ async def issue_key(request: Request, tenant: str, body: NewKey) -> dict[str, An
 
 
 @router.get("")
-async def list_keys(request: Request, tenant: str, limit: Limit = 100, after: After = None) -> dict[str, Any]:
+async def list_keys(request: Request, tenant: TenantId, limit: Limit = 100, after: After = None) -> dict[str, Any]:
     state = state_of(request)
     await state.directory.get(tenant)
     rows, has_more = await state.keys.page(tenant, after, limit)
@@ -47,12 +47,12 @@ async def list_keys(request: Request, tenant: str, limit: Limit = 100, after: Af
 
 
 @router.get("/{key_id}")
-async def read_key(request: Request, tenant: str, key_id: str) -> dict[str, Any]:
+async def read_key(request: Request, tenant: TenantId, key_id: KeyId) -> dict[str, Any]:
     return as_object(await state_of(request).keys.get(tenant, key_id))
 
 
 @router.delete("/{key_id}")
-async def revoke_key(request: Request, tenant: str, key_id: str) -> dict[str, Any]:
+async def revoke_key(request: Request, tenant: TenantId, key_id: KeyId) -> dict[str, Any]:
     """From the next request on, on every worker, the key is unknown."""
     await state_of(request).keys.revoke(tenant, key_id, actor_of(request))
     return {"object": "api_key.deleted", "id": key_id, "deleted": True}

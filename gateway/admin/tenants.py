@@ -6,11 +6,15 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
+from starlette.background import BackgroundTask
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from gateway.admin.bodies import After, Body, Limit, LimitsBody, actor_of, page, unix
+from gateway.admin.adapters import evict
+from gateway.admin.bodies import After, Body, Limit, LimitsBody, TenantId, actor_of, page, unix
 from gateway.auth import requires, state_of
 from gateway.errors import bad_request
+from gateway.state import State
 from tenants.directory import TenantSpec
 from tenants.limits import Limits
 from tenants.models import Tenant
@@ -63,12 +67,12 @@ async def list_tenants(request: Request, limit: Limit = 100, after: After = None
 
 
 @router.get("/{tenant}")
-async def read_tenant(request: Request, tenant: str) -> dict[str, Any]:
+async def read_tenant(request: Request, tenant: TenantId) -> dict[str, Any]:
     return as_object(await state_of(request).directory.get(tenant))
 
 
 @router.patch("/{tenant}")
-async def change_tenant(request: Request, tenant: str, body: TenantChanges) -> dict[str, Any]:
+async def change_tenant(request: Request, tenant: TenantId, body: TenantChanges) -> dict[str, Any]:
     changes = {name: getattr(body, name) for name in body.model_fields_set}
     for name, value in changes.items():
         if value is None and name != "models":
@@ -79,10 +83,20 @@ async def change_tenant(request: Request, tenant: str, body: TenantChanges) -> d
 
 
 @router.delete("/{tenant}")
-async def delete_tenant(request: Request, tenant: str) -> dict[str, Any]:
-    """Its keys end with it, and its adapters; the usage ledger and the audit log stay."""
-    await state_of(request).directory.delete(tenant, actor_of(request))
-    return {"object": "tenant.deleted", "id": tenant, "deleted": True}
+async def delete_tenant(request: Request, tenant: TenantId) -> JSONResponse:
+    """Its keys end with it, its adapters, responses and conversations; the usage ledger and the audit log stay."""
+    state = state_of(request)
+    try:
+        await state.directory.delete(tenant, actor_of(request))
+    finally:  # also when it is asked again after a crash between the two
+        digests = await state.registry.retire_all(tenant, actor_of(request))
+    body = {"object": "tenant.deleted", "id": tenant, "deleted": True}
+    return JSONResponse(body, background=BackgroundTask(_erase, state, tenant, digests))
+
+
+async def _erase(state: State, tenant: str, digests: list[str]) -> None:
+    await evict(state, digests)
+    await state.conversations.erase(tenant)
 
 
 def as_object(row: Tenant) -> dict[str, Any]:
