@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, String, Text
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from tenants.db import Base, UtcDateTime, now
@@ -101,10 +101,13 @@ class AuditEntry(Base):
 
 
 class EpochOutbox(Base):
-    """A tenant whose epoch must still be moved in Redis, because something about it was committed here."""
+    """A tenant whose epoch must still be moved in Redis, because something about it was committed here.
+
+    Ids are never used again: a row is deleted by its id after the move, maybe by two workers.
+    """
 
     __tablename__ = "epoch_outbox"
+    __table_args__ = ({"sqlite_autoincrement": True},)
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     tenant_id: Mapped[str] = mapped_column(String(64))
-    note: Mapped[str] = mapped_column(Text, default="")

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -24,7 +25,7 @@ from redis.exceptions import RedisError
 from tenants.gates import Gate, QuotaExceeded, Window, gates, refusal, windows
 from tenants.keys import Principal
 from tenants.slots import ACTIVE, TenantSlot
-from tenants.state import Client, RedisUnavailable, Script
+from tenants.state import Argument, Client, RedisUnavailable, Script
 from tenants.usage import UsageRecord
 
 __all__ = ["Hold", "QuotaExceeded", "Quotas", "Stale", "Window"]
@@ -106,19 +107,21 @@ class Quotas:
         record: the attempt, with its prompt counted. Repeating it with the same attempt_id is harmless.
         Raises QuotaExceeded, Stale, RedisUnavailable.
         """
+        record = record.cleaned()
         passed = gates(principal.tenant_limits, principal.key_limits, tokens)
         hold = self._prepare(principal, record, passed, tokens)
         await self._touch(principal.tenant_id)
         try:
             reply = await self._call_hold(principal, hold, passed)
-        except RedisUnavailable:
-            self._kept[record.attempt_id] = (hold, None)  # it may have been done: undo it when Redis is back
+        except (RedisUnavailable, asyncio.CancelledError):
+            self._kept[record.attempt_id] = (hold, None)  # it may have been done: retry() will undo it
             raise
         if reply[0] == "stale":
             raise Stale(f"tenant {principal.tenant_id!r} has changed")
         if self._redis.generation != principal.generation:  # this is another Redis: its epoch says nothing
-            self._kept[record.attempt_id] = (hold, None)
+            await self._settle(hold, None)
             raise Stale("Redis was restarted")
+        self._kept.pop(record.attempt_id, None)
         used = [float(value) for value in reply[2:]]
         if reply[0] == "refused":
             raise refusal(passed, used)
@@ -129,10 +132,10 @@ class Quotas:
     async def settle(self, hold: Hold, record: UsageRecord) -> None:
         """Release the lease, correct the tokens to record.total_tokens and append the usage entry.
 
-        Never raises for an outage: it is kept and retried. Goes on if the caller is cancelled. Repeating it is harmless.
+        Never raises for an outage: it is kept and retried. Goes on if the caller is cancelled. Harmless to repeat.
         """
         self._live.pop(record.attempt_id, None)
-        task = asyncio.create_task(self._settle_or_keep(hold, record))
+        task = asyncio.create_task(self._settle_or_keep(hold, record.cleaned()))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
         await asyncio.shield(task)
@@ -180,9 +183,11 @@ class Quotas:
         return swept
 
     async def drain(self) -> list[UsageRecord]:
-        """Wait for settlements on their way. → those that Redis did not take: they are the caller's now."""
+        """Settle what is on its way or kept. → what Redis does not take: it is the caller's now."""
         if self._settling:
             await asyncio.wait(set(self._settling))
+        with suppress(RedisUnavailable):
+            await self.retry()
         kept = [record for _, record in self._kept.values() if record is not None]
         self._kept.clear()
         return kept
@@ -201,7 +206,7 @@ class Quotas:
     async def _call_hold(self, principal: Principal, hold: Hold, passed: Sequence[Gate]) -> list[str]:
         slot, record = hold.slot, hold.record
         keys = [slot.epoch, *hold.lease_keys]
-        args: list[str | int | bytes] = [
+        args: list[Argument] = [
             "hold", record.attempt_id, principal.epoch, int(self.lease_s * 1000),
             hold.blob, record.prompt_tokens, hold.tokens,
         ]  # fmt: skip
@@ -216,7 +221,7 @@ class Quotas:
 
     async def _beat(self, holds: Sequence[Hold]) -> None:
         keys: list[str] = []
-        args: list[str | int | bytes] = ["beat", int(self.lease_s * 1000)]
+        args: list[Argument] = ["beat", int(self.lease_s * 1000)]
         generation = self._redis.generation
         for hold in holds:
             keys += hold.lease_keys
@@ -244,7 +249,7 @@ class Quotas:
 
     async def _call_settle(self, hold: Hold, how: str, tokens: int, entry: bytes) -> str:
         keys = [*hold.lease_keys, hold.slot.usage, *(key for key, _ in hold.buckets)]
-        args = ["settle", hold.record.attempt_id, how, tokens, entry, *(limit for _, limit in hold.buckets)]
+        args: list[Argument] = ["settle", hold.record.attempt_id, how, tokens, entry, *(limit for _, limit in hold.buckets)]
         reply: str = await self._script(self._redis, keys, args)
         return reply
 

@@ -29,6 +29,7 @@ from redis.exceptions import (
 
 from tenants.db import StateUnavailable
 
+Argument = str | int | float | bytes
 ANSWER_S = 0.8
 """A command without an answer after this time counts as an outage."""
 MEMORY_URL = "memory://"
@@ -96,7 +97,7 @@ class Script:
         self.text = text
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
-    async def __call__(self, redis: Client, keys: Sequence[str], args: Sequence[str | int | float]) -> Any:
+    async def __call__(self, redis: Client, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         try:
             return await redis.evalsha(self.sha, len(keys), *keys, *args)
         except NoScriptError:

@@ -55,10 +55,9 @@ class Upkeep:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        await self._once(self._quotas.retry)
-        await self._once(self._flusher.flush)
         kept = await self._quotas.drain()
         await self._once(lambda: self._ledger.add(kept))
+        await self._once(self._flusher.flush)
 
     async def _sweep(self) -> None:
         if await self._has_turn():

@@ -13,12 +13,13 @@ from datetime import UTC, date, datetime
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tenants.db import Database, now
 from tenants.models import UsageEntry
 
+_LENGTHS = {"model": 256, "request_id": 512, "endpoint": 64, "user": 512}
 Status = Literal["ok", "error", "cancelled", "refused", "timeout", "expired"]
 Group = Literal["day", "tenant", "key", "model", "adapter", "status", "user"]
 
@@ -26,9 +27,9 @@ Group = Literal["day", "tenant", "key", "model", "adapter", "status", "user"]
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one attempt used.
 
-    hold() gets it with the prompt counted and status "expired", which is what it becomes if nobody settles it; settle()
-    gets it complete (msgspec.structs.replace). `adapter` is the digest, "" for the base model; `user` and `tags` are the
-    client's own. Times are seconds since the request arrived.
+    hold() gets it with the prompt counted and status "expired", which is what it becomes if nobody settles it;
+    settle() gets it complete (msgspec.structs.replace). `adapter` is the digest, "" for the base model; `user` and
+    `tags` are the client's own. Times are seconds since the request arrived.
     """
 
     attempt_id: str
@@ -53,6 +54,15 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    def cleaned(self) -> UsageRecord:
+        """With texts that any database takes: no NUL, no lone surrogate, not too long."""
+        values = {
+            name: value.encode("utf-8", "replace").decode().replace("\0", "?")[: _LENGTHS[name]]
+            for name, value in msgspec.structs.asdict(self).items()
+            if name in _LENGTHS and (not value.isascii() or not value.isprintable() or len(value) > _LENGTHS[name])
+        }
+        return msgspec.structs.replace(self, **values) if values else self
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class UsageLedger:
     async def page(
         self, query: UsageQuery, before: tuple[datetime, str] | None = None, limit: int = 100
     ) -> tuple[list[UsageEntry], bool]:
-        """Entries, newest first, after the (created_at, attempt_id) of the last one seen; and whether there are more."""
+        """Entries, newest first, beyond the (created_at, attempt_id) of the last one seen; whether there are more."""
         wanted = _where(select(UsageEntry), query)
         if before is not None:
             at, attempt_id = before
@@ -143,7 +153,7 @@ def _row(record: UsageRecord) -> dict[str, Any]:
     return {**values, "day": record.created_at.astimezone(UTC).date()}
 
 
-def _where(wanted: Select[Any], query: UsageQuery) -> Select[Any]:
+def _where(wanted: Any, query: UsageQuery) -> Any:
     if query.tenant_id is not None:
         wanted = wanted.where(UsageEntry.tenant_id == query.tenant_id)
     if query.key_id is not None:
