@@ -4,16 +4,11 @@ be placed or evicted is decided by adapters.residency."""
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from adapters.loader import FLAGS, OFFSET_A, OFFSET_B, RANK, UNIT
+from adapters.loader import FLAGS, OFFSET_A, OFFSET_B, RANK, UNIT, PackedAdapter
 from adapters.spec import LINEARS, BaseShape
-
-if TYPE_CHECKING:
-    from adapters.loader import PackedAdapter
 
 LoraPair = tuple[Tensor, Tensor]
 """Aᵀ [H, R] and B [R, O] of one linear, views of the arena. Scale is folded into B."""
@@ -66,6 +61,14 @@ class LoraBank:
         slot = self._slots.pop(digest)
         del self._extents[slot], self._directories[slot], self._tables[slot]
         heapq.heappush(self._free_slots, slot)
+
+    def read(self, digest: str) -> PackedAdapter:
+        """A copy of a placed adapter in host memory, equal to what was placed."""
+        slot = self._slots[digest]
+        start, size = self._extents[slot]
+        buffer = self._arena[start : start + size].to("cpu", copy=True)
+        directory = torch.tensor(self._directories[slot])
+        return PackedAdapter(buffer, directory, buffer.nbytes, int(directory[:, :, RANK].max()))
 
     def slot(self, digest: str) -> int:
         """The slot of a placed adapter; KeyError if it isn't."""

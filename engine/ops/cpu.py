@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch, Ints
 from engine.ops.reference import ReferenceOps
 
-WIDE_ABOVE = 4
+WIDE_ABOVE = 8
 """Tokens above which the fp32 copy of a weight is faster than the 16-bit one: below, its bytes are what costs."""
 
 MIN_BUCKET = 8
