@@ -11,8 +11,6 @@ from redis.exceptions import RedisError
 
 from gateway.settings import Settings
 
-MEMORY_URL = "memory://"
-"""fakeredis inside the one worker: nothing survives a restart, and nothing is shared between processes."""
 MEMORY_WARNING = (
     "redis-server is not installed: quotas, conversations and usage not yet written live in this process only and are "
     "lost when it ends, and there is one worker. Install redis-server, or give --redis-url."

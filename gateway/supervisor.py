@@ -29,6 +29,7 @@ from gateway.child import Job
 from gateway.claims import bind, make_run_dir, only_one
 from gateway.processes import Child, Command
 from gateway.settings import Settings
+from tenants.state import MEMORY_URL
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class Supervisor:
         program = embedded_redis.redis_server()
         if program is None:
             log.warning(embedded_redis.MEMORY_WARNING)
-            self.settings = self.settings.model_copy(update={"redis_url": embedded_redis.MEMORY_URL, "workers": 1})
+            self.settings = self.settings.model_copy(update={"redis_url": MEMORY_URL, "workers": 1})
             return
         self._stack.enter_context(only_one(self.settings.run_dir / "redis.lock", "Redis of this data directory"))
         redis = Child(Command("redis", embedded_redis.argv(self.settings, program)))

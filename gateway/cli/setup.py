@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+import migrations
 from engine.config import ConfigError
 from gateway.claims import make_run_dir
 from gateway.cli.options import PLACE, STATE, with_settings
@@ -24,13 +26,19 @@ def ensure_model(settings: Settings) -> Settings:
 
 
 def fetch(name: str, models_dir: Path) -> Path:
-    """Downloads a model, unless another process has just done that. → its directory. Raises ConfigError."""
+    """Downloads a model, showing how far it is. → its directory. Raises ConfigError."""
     from gateway.pull import pull as pull_model
 
-    models_dir.mkdir(parents=True, exist_ok=True)
-    with (models_dir / ".pull.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return pull_model(name, models_dir)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"fetching {name}", total=None)
+
+        def report(what: str, part: float | None) -> None:
+            if not progress.console.is_terminal and progress.tasks[task].description != what:
+                progress.console.print(what)
+            progress.update(task, description=what, total=None if part is None else 1.0, completed=part or 0.0)
+
+        return pull_model(name, models_dir, report)
 
 
 @with_settings(PLACE)
@@ -53,14 +61,9 @@ def migrate(
 
 
 def migrate_database(settings: Settings, revision: str = "head") -> None:
-    """Up to the newest schema, or to the revision given, up or down."""
-    from alembic import command
-    from alembic.config import Config
-
-    import migrations
-
-    config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    config.set_main_option("sqlalchemy.url", settings.database_url.replace("%", "%%"))
-    move = command.downgrade if revision.startswith("-") or revision == "base" else command.upgrade
-    move(config, revision)
+    """Up to the newest schema, or to the revision given, up or down. Raises DatabaseUnavailable."""
+    if revision.startswith("-") or revision == "base":
+        migrations.downgrade(settings.database_url, revision)
+    else:
+        migrations.upgrade(settings.database_url, revision)
+    print(f"database is at revision {migrations.current(settings.database_url) or 'none'}", flush=True)
