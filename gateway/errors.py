@@ -18,10 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from adapters.registry import AdapterNotFound, NameTaken, RegistryError, VersionConflict
 from adapters.spec import AdapterError, AdapterMissing, AdapterTooLarge
 from engine.params import ParamsError
 from engine.protocol import EngineError, Unavailable
 from engine.text import PromptError, TextError
+from gateway.admin.upload import UploadError, UploadTooLarge
+from gateway.conversations import ConversationBusy, NotStored, TurnLost
+from gateway.items import ItemError
 from gateway.models import ModelNotFound
 from tenants.db import StateUnavailable
 from tenants.directory import TenantExists, TenantNotFound
@@ -34,7 +38,7 @@ MAX_MESSAGE = 1000
 """Characters of a message: whatever a client sent and we quote, an error body stays small."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ApiError(Exception):
     """What the client gets: {"error": {message, type, param, code}} with this status."""
 
@@ -163,8 +167,30 @@ def go_duration(seconds: float) -> str:
 def _from_adapter(error: AdapterError) -> ApiError:
     if isinstance(error, AdapterMissing):
         return ApiError(404, error.message, code=error.code, param=error.param)
-    status = 413 if isinstance(error, AdapterTooLarge) else 400
+    is_large = isinstance(error, AdapterTooLarge) and error.code != "rank_too_large"
+    return ApiError(413 if is_large else 422, error.message, code=error.code, param=error.param)
+
+
+def _from_registry(error: RegistryError) -> ApiError:
+    if isinstance(error, NameTaken | VersionConflict):
+        return conflict(error.message, error.param)
+    return ApiError(
+        404 if isinstance(error, AdapterNotFound) else 400, error.message, code=error.code, param=error.param
+    )
+
+
+def _from_upload(error: UploadError) -> ApiError:
+    status = 413 if isinstance(error, UploadTooLarge) else 400
     return ApiError(status, error.message, code=error.code, param=error.param)
+
+
+def _from_storage(error: NotStored) -> ApiError:
+    is_previous = error.code in ("previous_response_not_found", "response_chain_broken")
+    return not_found(error.message, "previous_response_id" if is_previous else None, error.code)
+
+
+def _from_busy(error: ConversationBusy) -> ApiError:
+    return ApiError(409, error.message, code=error.code, headers=retry_headers(1.0))
 
 
 def _from_state(error: StateUnavailable) -> ApiError:
@@ -224,11 +250,17 @@ _TABLE: list[tuple[type[BaseException], Callable[[Any], ApiError]]] = [
     (Stale, lambda _: unavailable("The tenant is being changed, please try again.")),
     (InvalidKey, lambda _: unauthorized("Incorrect API key provided.", "invalid_api_key")),
     (TenantSuspended, lambda _: unauthorized("This account is suspended.", "account_deactivated")),
-    (TenantNotFound, lambda error: not_found(str(error))),
-    (KeyNotFound, lambda error: not_found(str(error))),
+    (TenantNotFound, lambda error: not_found(str(error), code="tenant_not_found")),
+    (KeyNotFound, lambda error: not_found(str(error), code="key_not_found")),
     (TenantExists, lambda error: conflict(str(error), "id")),
     (InvalidSettings, lambda error: bad_request(str(error), error.param)),
     (AdapterError, _from_adapter),
+    (RegistryError, _from_registry),
+    (UploadError, _from_upload),
+    (ItemError, lambda error: bad_request(f"Invalid '{error.param}': {error.message}.", error.param, error.code)),
+    (NotStored, _from_storage),
+    (ConversationBusy, _from_busy),
+    (TurnLost, lambda error: ApiError(409, error.message, code=error.code, headers={"x-should-retry": "false"})),
     (StateUnavailable, _from_state),
     (ValidationError, _from_validation),
     (HTTPException, _from_http),
