@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from alembic.util import CommandError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
 
 import migrations
 from engine.config import ConfigError
 from gateway.claims import make_run_dir
 from gateway.cli.options import PLACE, STATE, with_settings
 from gateway.settings import Settings, with_secrets
+from tenants.db import StateUnavailable
 
 
 def ensure_model(settings: Settings) -> Settings:
@@ -61,9 +65,17 @@ def migrate(
 
 
 def migrate_database(settings: Settings, revision: str = "head") -> None:
-    """Up to the newest schema, or to the revision given, up or down. Raises DatabaseUnavailable."""
-    if revision.startswith("-") or revision == "base":
-        migrations.downgrade(settings.database_url, revision)
-    else:
-        migrations.upgrade(settings.database_url, revision)
-    print(f"database is at revision {migrations.current(settings.database_url) or 'none'}", flush=True)
+    """Up to the newest schema, or to the revision given, up or down. Raises ConfigError."""
+    move = migrations.downgrade if revision.startswith("-") or revision == "base" else migrations.upgrade
+    try:
+        move(settings.database_url, revision)
+        print(f"database is at revision {migrations.current(settings.database_url) or 'none'}", flush=True)
+    except (OSError, SQLAlchemyError, StateUnavailable, CommandError, ValueError) as error:
+        raise ConfigError(f"database {without_password(settings.database_url)}: {error}") from error
+
+
+def without_password(url: str) -> str:
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except (SQLAlchemyError, ValueError):
+        return "(malformed URL)"
