@@ -89,7 +89,7 @@ def packed_elements(modules: Iterable[ModuleSpec], shape: BaseShape) -> int:
 def shown(text: str, limit: int = 160) -> str:
     """Text from a stranger, fit for a message or a log line: ASCII, control characters escaped, bounded."""
     escaped = json.dumps(text)[1:-1]
-    return escaped if len(escaped) <= limit else escaped[:limit] + "…"
+    return escaped if len(escaped) <= limit else escaped[:limit] + "..."
 
 
 class AdapterError(Exception):
