@@ -8,7 +8,8 @@ from logging.config import fileConfig
 from alembic import context
 from sqlalchemy import Connection
 
-from tenants import models
+import adapters.rows
+import tenants.models
 from tenants.db import Base, make_engine
 
 
@@ -25,7 +26,7 @@ async def run_by_url(url: str) -> None:
     await engine.dispose()
 
 
-assert models.Tenant.metadata is Base.metadata
+assert {adapters.rows.AdapterRow.metadata, tenants.models.Tenant.metadata} == {Base.metadata}
 if context.config.config_file_name is not None:
     fileConfig(context.config.config_file_name)
 given = context.config.attributes.get("connection")

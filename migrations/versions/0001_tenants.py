@@ -34,8 +34,8 @@ def upgrade() -> None:
         _time("created_at"),
         _time("updated_at"),
         sa.PrimaryKeyConstraint("id", name="pk_tenants"),
-        sa.CheckConstraint("weight > 0", name="ck_tenants_weight"),
-        sa.CheckConstraint("priority IN ('interactive', 'standard', 'batch')", name="ck_tenants_priority"),
+        sa.CheckConstraint("weight > 0", name=op.f("ck_tenants_weight")),
+        sa.CheckConstraint("priority IN ('interactive', 'standard', 'batch')", name=op.f("ck_tenants_priority")),
     )
     op.create_table(
         "api_keys",
