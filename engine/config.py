@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ class EngineConfig:
     """Everything that the engine needs to know before it starts.
 
     model                  directory of a checkpoint (config.json, *.safetensors, tokenizer files)
-    store_dir              root of the adapter store (adapters/storage.py); None = a private temporary one
+    store_dir              root of the adapter store (adapters/storage.py); None = no adapters, the base model only
     device                 "auto" takes cuda where a card is, else cpu
     dtype                  of weights, activations and KV; "auto" = bfloat16
     max_model_len          prompt + output tokens of one choice; None = the model's own limit
@@ -47,3 +48,20 @@ class EngineConfig:
 
 class ConfigError(ValueError):
     """The configuration can't work; the message names the nearest setting that does."""
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
+
+
+def parse_size(value: int | str | None) -> int | None:
+    """Bytes of "512MiB", "1.5g", "1GB", 1048576; "auto" and "" → None. kB is 1000 bytes; k, KiB are 1024."""
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in ("", "auto"):
+        return None
+    match = SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError(f"{value!r} is not a size; write it as 512MiB, 2GB or in bytes")
+    number, prefix, suffix = match.groups()
+    base = 1000 if suffix.lower() == "b" and prefix else 1024
+    return int(float(number) * base ** "kmgt".find(prefix.lower()) * base) if prefix else int(float(number))

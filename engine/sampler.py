@@ -155,7 +155,8 @@ def uniform(seeds: Sized[int], choices: Sized[int], positions: Sized[int]) -> np
     counter = (np.array(positions, np.uint64), zero, np.array(choices, np.uint64), zero)
     words = philox(counter, (key & _LOW, key >> _SHIFT))
     bits = (words[0] << _SHIFT | words[1]) >> np.uint64(11)
-    return np.ldexp(bits.astype(np.float64), -53)
+    draws: np.ndarray = np.ldexp(bits.astype(np.float64), -53)
+    return draws
 
 
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
 import tempfile
 import tomllib
@@ -19,26 +18,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, parse_size
 
 MAX_SOCKET_PATH = 96
 """Bytes of a Unix socket's path; the kernel's limit is 107 (Linux) or 103 (macOS), and names are appended to it."""
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
-
-
-def parse_size(value: object) -> object:
-    """Bytes of "512MiB", "1.5g", "1GB", 1048576; "auto" and "" → None. kB is 1000 bytes; k, KiB are 1024."""
-    if not isinstance(value, str):
-        return value
-    if value.strip().lower() in ("", "auto"):
-        return None
-    match = SIZE.fullmatch(value.strip())
-    if match is None:
-        raise ValueError(f"{value!r} is not a size; write it as 512MiB, 2GB or in bytes")
-    number, prefix, suffix = match.groups()
-    base = 1000 if suffix.lower() == "b" and prefix else 1024
-    return int(float(number) * base ** "kmgt".find(prefix.lower()) * base) if prefix else int(float(number))
 
 
 def split_list(value: object) -> object:

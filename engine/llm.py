@@ -1,0 +1,233 @@
+"""LLM: the engine offline, in this process: prompts in, outputs out, the core that the server has. Not thread-safe.
+
+llm = LLM("data/models/smollm2-135m-instruct")
+pirate = llm.add_adapter("examples/adapters/pirate")
+outputs = llm.generate(["Hello", "Hello"], SamplingParams(max_tokens=20), adapters=[None, pirate])
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from adapters.spec import AdapterInvalid, AdapterRef
+from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, DirectoryStore
+from adapters.validation import Limits, validate
+from engine.build import build_core
+from engine.config import EngineConfig, parse_size
+from engine.model.config import ModelConfig
+from engine.outputs import Job, Output
+from engine.params import SamplingParams
+from engine.protocol import Generate, Stats
+from engine.template import Message
+from engine.text import Tokenizer
+
+Prompt = str | Sequence[int]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+LONG_LIST = 16
+"""From so many prompts on, a terminal gets a progress bar."""
+LOAD_WAIT_S = 0.1
+
+
+class LLM:
+    """A model in this process. Sizes are bytes or texts like "2GiB"; "auto" leaves them to the memory plan.
+
+    Raises ConfigError where the model can't run or doesn't fit. Use it as a context manager, or close() it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: Dtype = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_batched_tokens: int = 1024,
+        kv_memory: int | str = "auto",
+        adapter_memory: int | str = "auto",
+        max_lora_rank: int = 64,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="chorus-adapters-")
+        self._store = DirectoryStore(Path(self._directory.name))
+        self.config = EngineConfig(
+            model=Path(model).expanduser(),
+            store_dir=Path(self._directory.name),
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_memory_bytes=parse_size(kv_memory),
+            adapter_memory_bytes=parse_size(adapter_memory),
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            block_size=block_size,
+            max_lora_rank=max_lora_rank,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        self._shape = ModelConfig.from_dir(self.config.model).base_shape()
+        self.tokenizer = Tokenizer(self.config.model)
+        self._core, self.ready = build_core(self.config)
+        self._ids = count()
+
+    @property
+    def stats(self) -> Stats:
+        return self._core.stats(self.ready.boot_id)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapters: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        *,
+        show_progress: bool | None = None,
+    ) -> list[Output]:
+        """One output per prompt, in order. A prompt is text or token ids; `params` and `adapters` are one for all or
+        one per prompt, an adapter of None being the base model. show_progress None: for long lists on a terminal.
+
+        Raises engine.protocol.Refused for a prompt that can't run and Broken for one that failed, and ends all others.
+        """
+        every: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in every]
+        return self._run(ids, params, adapters, show_progress, starts_text=False)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapters: AdapterRef | Sequence[AdapterRef | None] | None = None,
+        *,
+        show_progress: bool | None = None,
+    ) -> list[Output]:
+        """As generate(), for a conversation (a list of {"role", "content"}) or a list of them, by the chat template."""
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if is_one else messages
+        ids = [self.tokenizer.encode_chat(list(conversation)) for conversation in conversations]
+        return self._run(ids, params, adapters, show_progress, starts_text=True)
+
+    def add_adapter(self, path: str | Path) -> AdapterRef:
+        """Takes in a copy of a PEFT adapter directory, checked as an upload is. Equal content gives an equal ref.
+
+        Raises AdapterError (adapters.spec) if it is unsound, unsupported, too large, or doesn't fit this model.
+        """
+        source, stage = Path(path).expanduser(), self._store.stage()
+        try:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                if not (source / name).is_file():
+                    raise AdapterInvalid("file_missing", f"{source} has no {name}", name)
+                shutil.copyfile(source / name, stage / name)
+            spec = validate(stage, self._shape, Limits(max_rank=self.config.max_lora_rank))
+            return AdapterRef(self._store.commit(stage), spec.rank, spec.packed_bytes)
+        finally:
+            self._store.discard(stage)
+
+    def remove_adapter(self, ref: AdapterRef) -> None:
+        """Forgets it: its memory and its file are freed."""
+        self._core.evict(ref.digest)
+        self._store.delete(ref.digest)
+
+    def close(self) -> None:
+        self._core.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapters: AdapterRef | Sequence[AdapterRef | None] | None,
+        show_progress: bool | None,
+        starts_text: bool,
+    ) -> list[Output]:
+        every_params = _one_each(SamplingParams() if params is None else params, len(prompts), "params")
+        every_adapter = _one_each(adapters, len(prompts), "adapters")
+        requests = [
+            Generate(id=str(next(self._ids)), prompt=prompt, params=one, adapter=adapter)
+            for prompt, one, adapter in zip(prompts, every_params, every_adapter, strict=True)
+        ]
+        jobs = [Job(request, self.tokenizer, starts_text) for request in requests]
+        if show_progress is None:
+            show_progress = len(jobs) >= LONG_LIST and sys.stderr.isatty()
+        with _progress(len(jobs)) if show_progress else _no_progress() as advance:
+            self._drive(jobs, advance)
+        return [job.output for job in jobs]
+
+    def _drive(self, jobs: list[Job], advance: Any) -> None:
+        """Steps the core until every job is done. So many are in the engine at a time that none is ever refused for
+        lack of room, and that adapters of the next ones load meanwhile."""
+        todo, active = iter(jobs), dict[str, Job]()
+        limit = min(4 * self.config.max_num_seqs, self.config.max_waiting, self.config.max_waiting_per_lane)
+        try:
+            while True:
+                while len(active) < limit and (job := next(todo, None)) is not None:
+                    active[job.request.id] = job
+                    self._core.add(job.request)
+                if not active:
+                    return
+                for chunk in self._core.step():
+                    job = active.get(chunk.id)
+                    if job is None:
+                        continue
+                    job.take(chunk)
+                    if job.is_done:
+                        self._core.abort(chunk.id)  # a stop string ends what the engine would go on with
+                        del active[chunk.id]
+                        advance(job)
+                if not self._core.can_run:
+                    self._core.wait(LOAD_WAIT_S)
+        finally:
+            for request_id in active:
+                self._core.abort(request_id)
+
+
+def _is_ids(prompt: Prompt | Sequence[Prompt]) -> bool:
+    return len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def _one_each(given: Any, number: int, name: str) -> list[Any]:
+    """One for all, or one per prompt (AdapterRef is no sequence)."""
+    if given is None or isinstance(given, (SamplingParams, AdapterRef)):
+        return [given] * number
+    if len(given) != number:
+        raise ValueError(f"{number} prompts but {len(given)} {name}")
+    return list(given)
+
+
+@contextmanager
+def _no_progress() -> Iterator[Any]:
+    yield lambda job: None
+
+
+@contextmanager
+def _progress(number: int) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[speed]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("generating", total=number, speed="")
+        made = 0
+
+        def advance(job: Job) -> None:
+            nonlocal made
+            made += sum(len(choice.token_ids) for choice in job.output.choices)
+            elapsed = progress.tasks[task].elapsed or 0.0
+            progress.update(task, advance=1, speed=f"{made / elapsed:.0f} tok/s" if elapsed else "")
+
+        yield advance
