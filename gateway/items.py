@@ -36,8 +36,8 @@ def parse_items(value: object, param: str) -> list[Item]:
 
 
 def as_messages(items: Sequence[Item]) -> list[dict[str, str]]:
-    """Items → [{"role", "content"}] for the chat template; the parts of one item are joined by line feeds."""
-    return [{"role": item["role"], "content": "\n".join(part["text"] for part in item["content"])} for item in items]
+    """Items → [{"role", "content"}] for the chat template; the parts of one item are one text."""
+    return [{"role": item["role"], "content": "".join(part["text"] for part in item["content"])} for item in items]
 
 
 def output_item(item_id: str, status: str, parts: list[dict[str, Any]]) -> Item:

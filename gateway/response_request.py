@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from engine.params import SamplingParams
 from gateway.conversations import new_id
 from gateway.errors import ApiError, bad_request
 
@@ -98,6 +99,18 @@ class NewResponse(_Body):
         raise_if_unsupported(self)
         return self
 
+    def params(self) -> SamplingParams:
+        """Raises ParamsError, naming the field as this API calls it."""
+        names = (
+            "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
+            "repetition_penalty", "presence_penalty", "frequency_penalty", "include_stop_str_in_output",
+            "skip_special_tokens",
+        )  # fmt: skip
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        bias = _token_bias(self.logit_bias or {}) or None
+        return SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs, logit_bias=bias)
+
     @property
     def conversation_id(self) -> str | None:
         return self.conversation.id if isinstance(self.conversation, ConversationRef) else self.conversation
@@ -130,6 +143,13 @@ def raise_if_unsupported(body: NewResponse) -> None:
             raise ApiError(400, f"Unsupported value for '{param}': {message}", code="unsupported_value", param=param)
     if body.conversation is not None and body.previous_response_id is not None:
         raise bad_request("Give `conversation` or `previous_response_id`, not both.", "previous_response_id")
+
+
+def _token_bias(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(key): value for key, value in bias.items()}
+    except ValueError:
+        raise bad_request("Invalid key in 'logit_bias': keys are token ids.", "logit_bias") from None
 
 
 def _format(body: NewResponse) -> str:

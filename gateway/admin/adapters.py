@@ -27,6 +27,8 @@ from engine.protocol import EngineError
 from gateway.admin.bodies import After, Body, Limit, actor_of, page, tenant_id, unix
 from gateway.admin.upload import check_length, receive
 from gateway.auth import AdminPrincipal, caller_of, requires, state_of
+from gateway.bodies import body_as
+from gateway.openai import body_of
 from gateway.state import State
 from tenants.directory import TenantNotFound
 
@@ -69,7 +71,8 @@ async def replace_adapter(request: Request, owner: Owner, name: str, activate: b
     return _answer(state, adapter, adapter.versions[-1])
 
 
-async def activate_version(request: Request, owner: Owner, name: str, body: Activation) -> JSONResponse:
+async def activate_version(request: Request, owner: Owner, name: str) -> JSONResponse:
+    body = body_as(request, Activation)
     state = state_of(request)
     adapter = await state.registry.activate(owner, name, body.version, actor_of(request), body.if_current)
     return _answer(state, adapter, adapter.version())
@@ -105,7 +108,7 @@ def _router(prefix: str, scope: Any) -> APIRouter:
     router.add_api_route("/{name}", read_adapter, methods=["GET"])
     router.add_api_route("/{name}", replace_adapter, methods=["PUT"])
     router.add_api_route("/{name}", delete_adapter, methods=["DELETE"])
-    router.add_api_route("/{name}/activate", activate_version, methods=["POST"])
+    router.add_api_route("/{name}/activate", activate_version, methods=["POST"], openapi_extra=body_of(Activation))
     return router
 
 

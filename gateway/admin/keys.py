@@ -11,6 +11,8 @@ from starlette.requests import Request
 from gateway.admin.bodies import After, Body, KeyId, Limit, LimitsBody, TenantId, actor_of, moment, page, unix
 from gateway.admin.tenants import Models, Name, limits_object
 from gateway.auth import requires, state_of
+from gateway.bodies import body_as
+from gateway.openai import body_of
 from tenants.keys import KeySpec
 from tenants.limits import Limits
 from tenants.models import ApiKey
@@ -28,8 +30,9 @@ class NewKey(Body):
     expires_at: int | str | None = None
 
 
-@router.post("", status_code=201)
-async def issue_key(request: Request, tenant: TenantId, body: NewKey) -> dict[str, Any]:
+@router.post("", status_code=201, openapi_extra=body_of(NewKey))
+async def issue_key(request: Request, tenant: TenantId) -> dict[str, Any]:
+    body = body_as(request, NewKey)
     spec = KeySpec(
         name=body.name, scopes=tuple(body.scopes), limits=body.limits.limits(),
         models=None if body.models is None else tuple(body.models), expires_at=moment(body.expires_at, "expires_at"),

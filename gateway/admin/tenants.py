@@ -13,7 +13,9 @@ from starlette.responses import JSONResponse
 from gateway.admin.adapters import evict
 from gateway.admin.bodies import After, Body, Limit, LimitsBody, TenantId, actor_of, page, unix
 from gateway.auth import requires, state_of
+from gateway.bodies import body_as
 from gateway.errors import bad_request
+from gateway.openai import body_of
 from gateway.state import State
 from tenants.directory import TenantSpec
 from tenants.limits import Limits
@@ -50,8 +52,9 @@ class TenantChanges(Body):
     suspended: bool | None = None
 
 
-@router.post("", status_code=201)
-async def create_tenant(request: Request, body: NewTenant) -> dict[str, Any]:
+@router.post("", status_code=201, openapi_extra=body_of(NewTenant))
+async def create_tenant(request: Request) -> dict[str, Any]:
+    body = body_as(request, NewTenant)
     spec = TenantSpec(
         id=body.id, name=body.name or "", weight=body.weight, priority=body.priority,
         models=None if body.models is None else tuple(body.models), limits=body.limits.limits(),
@@ -71,8 +74,9 @@ async def read_tenant(request: Request, tenant: TenantId) -> dict[str, Any]:
     return as_object(await state_of(request).directory.get(tenant))
 
 
-@router.patch("/{tenant}")
-async def change_tenant(request: Request, tenant: TenantId, body: TenantChanges) -> dict[str, Any]:
+@router.patch("/{tenant}", openapi_extra=body_of(TenantChanges))
+async def change_tenant(request: Request, tenant: TenantId) -> dict[str, Any]:
+    body = body_as(request, TenantChanges)
     changes = {name: getattr(body, name) for name in body.model_fields_set}
     for name, value in changes.items():
         if value is None and name != "models":

@@ -52,7 +52,7 @@ def test_strings_and_messages_become_items() -> None:
     assert [(m["role"], m["content"]) for m in as_messages(items)] == [
         ("user", "a"),
         ("developer", "b"),
-        ("user", "c\nd"),
+        ("user", "cd"),
         ("assistant", "e"),
     ]
     ids = [item["id"] for item in items]

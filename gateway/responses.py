@@ -1,0 +1,159 @@
+"""/v1/responses: OpenAI's Responses API for text: create (plain, streaming), read, delete, input items."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.auth import renewal, requires, state_of
+from gateway.bodies import body_as
+from gateway.conversations import NotStored
+from gateway.errors import ApiError, bad_request
+from gateway.exchange import Exchange
+from gateway.inference import Answer, Ask, Delta, Usage
+from gateway.item_lists import After, Limit, Order, item_list
+from gateway.logprobs import Names, chat_logprobs
+from gateway.openai import answer_headers, body_of
+from gateway.prompts import Chat
+from gateway.response_events import ResponseWriter
+from gateway.response_request import NewResponse, response_object
+from gateway.sse import EventStream, unless_gone
+from tenants.keys import Principal
+
+router = APIRouter(prefix="/v1/responses", tags=["responses"])
+TENANT: Any = Depends(requires("inference"))
+
+
+@router.post("", openapi_extra=body_of(NewResponse))
+async def create_response(request: Request, principal: Principal = TENANT) -> Response:
+    state = state_of(request)
+    body = body_as(request, NewResponse)
+    exchange = await Exchange.open(state.conversations, principal.tenant_id, body)
+    try:
+        answer = await unless_gone(request, _ask(request, principal, exchange))
+        run = _Run(exchange, answer, Names(state.tokenizer))
+    except BaseException:
+        await exchange.close()
+        raise
+    if body.stream:
+        return EventStream(run.frames(), close=run.close, headers=run.headers(), on_error=run.failed)
+    try:
+        return JSONResponse(await unless_gone(request, run.whole()), headers=run.headers())
+    finally:
+        await run.close()
+
+
+async def _ask(request: Request, principal: Principal, exchange: Exchange) -> Answer:
+    state = state_of(request)
+    messages = await exchange.messages(state.inference.encoder, state.replicas.ready())
+    ask = Ask(
+        model=exchange.body.model,
+        prompts=[Chat(messages=messages)],
+        params=exchange.body.params(),
+        param="input",
+        endpoint="responses",
+        request_id=request.scope.get("chorus.request_id", ""),
+        user=exchange.body.user or "",
+        tags=exchange.body.metadata,
+    )
+    return await state.inference.stream(principal, ask, renewal(request))
+
+
+class _Run:
+    """An accepted response: its frames, or its whole object; stored before either ends."""
+
+    def __init__(self, exchange: Exchange, answer: Answer, names: Names) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._names = names
+        self._writer = ResponseWriter(response_object(exchange.body))
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        yield self._writer.open()
+        async for delta in self._answer:
+            logprobs = self._logprobs(delta)
+            if delta.text or logprobs:
+                yield self._writer.add(delta.text, logprobs)
+            if delta.finish is not None:
+                self._writer.finish(delta.finish, usage_object(self._answer.usage))
+        await self._exchange.keep(self._writer.response)
+        yield self._writer.close()
+
+    async def whole(self) -> dict[str, Any]:
+        async for _ in self.frames():
+            pass
+        return self._writer.response
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._writer.fail(error.message, usage=usage_object(self._answer.usage))
+
+    def headers(self) -> dict[str, str]:
+        return answer_headers(self._answer)
+
+    async def close(self) -> None:
+        try:
+            await self._answer.aclose()
+        finally:
+            await self._exchange.close()
+
+    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        return chat_logprobs(self._names, delta.tokens) if self._exchange.body.wants_logprobs else []
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Responses has its own names for it; all of them are required."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+@router.post("/compact")
+async def compact(principal: Principal = TENANT) -> Response:
+    raise ApiError(400, "Compaction is not supported.", code="unsupported_value", param="compact")
+
+
+@router.get("/{response_id}")
+async def read_response(
+    request: Request, response_id: str, stream: bool = False, principal: Principal = TENANT
+) -> dict[str, Any]:
+    if stream:
+        raise bad_request("Only background responses can be streamed later.", "stream", "unsupported_value")
+    return (await state_of(request).conversations.get_response(principal.tenant_id, response_id)).response
+
+
+@router.delete("/{response_id}")
+async def delete_response(request: Request, response_id: str, principal: Principal = TENANT) -> dict[str, Any]:
+    await state_of(request).conversations.delete_response(principal.tenant_id, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str, principal: Principal = TENANT) -> Response:
+    await state_of(request).conversations.get_response(principal.tenant_id, response_id)
+    raise ApiError(400, "Only background responses can be cancelled.", code="unsupported_value", param="background")
+
+
+@router.get("/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Limit = 20,
+    order: Order = "desc",
+    after: After = None,
+    principal: Principal = TENANT,
+) -> dict[str, Any]:
+    stored = await state_of(request).conversations.get_response(principal.tenant_id, response_id)
+    items = stored.input_items if order == "asc" else stored.input_items[::-1]
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise NotStored("item_not_found", f"Item with id '{after[:80]}' not found in this response.")
+    start = 0 if after is None else ids.index(after) + 1
+    return item_list(items[start : start + limit], start + limit < len(items))
