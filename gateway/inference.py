@@ -20,6 +20,7 @@ from engine.client import Engine, Generation
 from engine.params import SamplingParams
 from engine.protocol import Broken, Chunk, EngineError, FinishReason, Generate, Ready, TokenLogprobs
 from engine.text import TextStream, TextToken, Tokenizer
+from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
 from gateway.prompts import Chat, Prompt, PromptEncoder, too_long
 from gateway.replicas import ReplicaSet
@@ -84,12 +85,14 @@ class Inference:
     """One gateway worker's way to the engines."""
 
     def __init__(
-        self, *, models: ModelTable, replicas: ReplicaSet, quotas: Quotas, encoder: PromptEncoder, timeout_s: float
-    ) -> None:
+        self, *, models: ModelTable, replicas: ReplicaSet, quotas: Quotas, metrics: Metrics, encoder: PromptEncoder,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
         self.models = models
         self.encoder = encoder
         self._replicas = replicas
         self._quotas = quotas
+        self._metrics = metrics
         self._timeout_s = timeout_s
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -156,7 +159,13 @@ class Inference:
         return task
 
     async def settle(self, hold: Hold, record: UsageRecord) -> None:
+        """One entry in the ledger; the same numbers in the metrics."""
         await self._quotas.settle(hold, record)
+        self._metrics.add("chorus_attempts", record.status)
+        for kind in ("prompt", "cached", "completion"):
+            self._metrics.add("chorus_tokens", kind, value=getattr(record, f"{kind}_tokens"))
+        if record.first_token_s is not None:
+            self._metrics.observe("chorus_first_token_seconds", seconds=record.first_token_s)
 
     async def close(self) -> None:
         """Waits for the settlements under way."""

@@ -14,7 +14,7 @@ from adapters.spec import AdapterRef
 from tenants.limits import may_call
 
 if TYPE_CHECKING:
-    from adapters.registry import AdapterRegistry
+    from adapters.registry import AdapterRegistry, Resolved
     from tenants.keys import Principal
 
 CACHE_SIZE = 10_000
@@ -41,10 +41,14 @@ class Model:
 
 
 class ModelTable:
-    """Names → models, cached as long as the tenant's epoch stands still: hold() notices when it moved."""
+    """Names → models, cached as long as the tenant's epoch stands still: hold() notices when it moved.
 
-    def __init__(self, registry: AdapterRegistry, base: Model) -> None:
+    max_model_len   tokens of prompt and output, as model lists show it
+    """
+
+    def __init__(self, registry: AdapterRegistry, base: Model, max_model_len: int) -> None:
         self.base = base
+        self.max_model_len = max_model_len
         self._registry = registry
         self._cache: OrderedDict[tuple[str, str], tuple[int, Model]] = OrderedDict()
 
@@ -68,7 +72,7 @@ class ModelTable:
     async def visible(self, principal: Principal) -> list[Model]:
         """Everything that the caller may call: the base model first, then adapters by name."""
         adapters = await self._registry.visible(principal.tenant_id)
-        models = [Model(row.name, row.ref, row.version, row.tenant_id, row.created) for row in adapters]
+        models = [_model(row.name, row) for row in adapters]
         return [model for model in (self.base, *models) if _is_allowed(principal, model.name)]
 
     async def _find(self, principal: Principal, name: str) -> Model | None:
@@ -85,11 +89,15 @@ class ModelTable:
         if row is None:
             self._cache.pop(key, None)
             return None
-        model = Model(name, row.ref, row.version, row.tenant_id, row.created)
+        model = _model(name, row)
         self._cache[key] = (principal.epoch, model)
         while len(self._cache) > CACHE_SIZE:
             self._cache.popitem(last=False)
         return model
+
+
+def _model(name: str, row: Resolved) -> Model:
+    return Model(name, row.ref, row.version, row.tenant_id, row.created)
 
 
 def _is_allowed(principal: Principal, name: str) -> bool:

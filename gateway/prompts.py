@@ -72,7 +72,7 @@ class PromptEncoder:
             ids = prompt
         else:
             self._check_size(prompt, param, ready)
-            ids = await self.offload(prompt.num_chars, lambda: self._ids(prompt))
+            ids = await self.ids(prompt)
         if not ids:
             raise PromptError("The prompt is empty: it must have at least one token.", param)
         if not all(0 <= token < ready.vocab_size for token in ids):
@@ -80,6 +80,10 @@ class PromptEncoder:
         if len(ids) >= ready.max_model_len:
             raise too_long(ready.max_model_len, f"{len(ids)} tokens in the prompt", param)
         return ids
+
+    async def ids(self, prompt: Chat | Text) -> list[int]:
+        """Whatever its length. Raises PromptError or Refused."""
+        return await self.offload(prompt.num_chars, lambda: self._ids(prompt))
 
     def _check_size(self, prompt: Chat | Text, param: str, ready: Ready) -> None:
         """A text that can't fit, whatever its tokens are, is not even encoded."""

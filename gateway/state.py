@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from adapters.spec import BaseShape
     from adapters.storage import AdapterStore
     from engine.text import Tokenizer
-    from gateway.conversations import Conversations
+    from gateway.conversations import ConversationStore
     from gateway.inference import Inference
     from gateway.metrics import Metrics
     from gateway.replicas import ReplicaSet
@@ -40,5 +40,5 @@ class State:
     replicas: ReplicaSet
     tokenizer: Tokenizer
     inference: Inference
-    conversations: Conversations
+    conversations: ConversationStore
     metrics: Metrics
