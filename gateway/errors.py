@@ -23,10 +23,10 @@ from adapters.spec import AdapterError, AdapterMissing, AdapterTooLarge
 from engine.params import ParamsError
 from engine.protocol import EngineError, Unavailable
 from engine.text import PromptError, TextError
-from gateway.admin.upload import UploadError, UploadTooLarge
 from gateway.conversations import ConversationBusy, NotStored, TurnLost
 from gateway.items import ItemError
 from gateway.models import ModelNotFound
+from gateway.upload import UploadError, UploadTooLarge
 from tenants.db import StateUnavailable
 from tenants.directory import TenantExists, TenantNotFound
 from tenants.keys import InvalidKey, KeyNotFound, TenantSuspended

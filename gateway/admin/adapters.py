@@ -25,11 +25,11 @@ from adapters.spec import AdapterRef
 from adapters.validation import Limits, validate_in_subprocess
 from engine.protocol import EngineError
 from gateway.admin.bodies import After, Body, Limit, actor_of, page, tenant_id, unix
-from gateway.admin.upload import check_length, receive
 from gateway.auth import AdminPrincipal, caller_of, requires, state_of
 from gateway.bodies import body_as
 from gateway.openai import body_of
 from gateway.state import State
+from gateway.upload import check_length, receive
 from tenants.directory import TenantNotFound
 
 log = logging.getLogger(__name__)

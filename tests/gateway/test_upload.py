@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
-from gateway.admin.upload import MAX_CONFIG_BYTES, UploadError, UploadTooLarge, check_length, receive
+from gateway.upload import MAX_CONFIG_BYTES, UploadError, UploadTooLarge, check_length, receive
 
 TYPE = "multipart/form-data; boundary=xyz"
 
