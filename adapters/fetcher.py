@@ -1,17 +1,30 @@
-"""Fetcher: a few threads that read and pack adapters, so that the step loop never touches a disk. Knows no policy."""
+"""Fetcher: threads that read and pack adapters, so that the step loop never touches a disk. Tries storage errors again,
+remembers bad content. Knows no memory and no policy.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from adapters.spec import AdapterError, AdapterRef
+from adapters.spec import AdapterError, AdapterMissing, AdapterRef
 
 log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 6
+FIRST_RETRY_S = 0.1
+"""Storage errors are tried again after 0.1, 0.2, 0.4, … s; five waits make 3.1 s."""
+BAD_CONTENT_S = 60.0
+"""Content never changes under its digest: damaged files are not read again for so long."""
+MISSING_S = 1.0
+"""A digest that the store lacks may still be on its way to it."""
+MAX_FAILURES = 1024
+"""So many known failures are remembered."""
 
 
 class HostAdapter(Protocol):
@@ -21,37 +34,101 @@ class HostAdapter(Protocol):
     def size_bytes(self) -> int: ...
 
 
-class Fetcher:
-    """Daemon threads that run `fetch`: a hung one never keeps the process alive.
+Outcome = HostAdapter | Exception
 
-    done      (digest, host adapter or the exception that fetch raised), in the order of finishing
-    arrived   set when something was added to `done`
+
+class Fetcher:
+    """fetch: reads and packs one adapter, in a thread. AdapterError = bad content, OSError = worth trying again.
+
+    One thread submits and polls; a fetch that hangs never keeps the process alive.
     """
 
     def __init__(self, fetch: Callable[[AdapterRef], HostAdapter], num_threads: int) -> None:
-        self.done: deque[tuple[str, HostAdapter | Exception]] = deque()
-        self.arrived = threading.Event()
-        self.num_threads = num_threads
+        self.num_loading = 0  # submitted and not yet returned by poll
+        self._num_free = num_threads
+        self._num_threads = num_threads
         self._fetch = fetch
         self._todo: queue.SimpleQueue[AdapterRef | None] = queue.SimpleQueue()
+        self._done: deque[tuple[AdapterRef, Outcome]] = deque()
+        self._arrived = threading.Event()
+        self._attempts: dict[str, int] = {}
+        self._retries: list[tuple[float, str, AdapterRef]] = []
+        self._failures: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()  # with the time of forgetting
         for index in range(num_threads):
             threading.Thread(target=self._run, name=f"adapter-fetch-{index}", daemon=True).start()
 
+    @property
+    def is_free(self) -> bool:
+        """A thread has nothing to do."""
+        return self._num_free > 0
+
+    def failure(self, digest: str, now: float) -> AdapterError | None:
+        """What is known to be wrong with it."""
+        error, until = self._failures.get(digest, (None, 0.0))
+        return error if now < until else None
+
+    def failures(self, now: float) -> list[str]:
+        return [digest for digest, (_, until) in self._failures.items() if now < until]
+
     def submit(self, ref: AdapterRef) -> None:
-        self._todo.put(ref)
+        """Loads it; not to be called again for it before `poll` has returned it."""
+        self.num_loading += 1
+        self._put(ref)
+
+    def poll(self, now: float) -> list[tuple[str, Outcome]]:
+        """What has ended since the last time, well or for good."""
+        self._arrived.clear()
+        while self._retries and self._retries[0][0] <= now:
+            self._put(heapq.heappop(self._retries)[2])
+        ended = []
+        while self._done:
+            ref, outcome = self._done.popleft()
+            self._num_free += 1
+            if isinstance(outcome, OSError) and self._try_again(ref, now):
+                continue
+            self._attempts.pop(ref.digest, None)
+            self.num_loading -= 1
+            if isinstance(outcome, AdapterError):
+                self.remember(ref.digest, outcome, now)
+            ended.append((ref.digest, outcome))
+        return ended
+
+    def remember(self, digest: str, error: AdapterError, now: float) -> None:
+        """It need not be tried again for a while."""
+        self._failures[digest] = (error, now + (MISSING_S if isinstance(error, AdapterMissing) else BAD_CONTENT_S))
+        if len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a fetch has ended (True) or the time is over."""
+        return self._arrived.wait(timeout_s)
 
     def close(self) -> None:
-        for _ in range(self.num_threads):
+        for _ in range(self._num_threads):
             self._todo.put(None)
+
+    def _put(self, ref: AdapterRef) -> None:
+        self._num_free -= 1
+        self._todo.put(ref)
+
+    def _try_again(self, ref: AdapterRef, now: float) -> bool:
+        attempts = self._attempts[ref.digest] = self._attempts.get(ref.digest, 0) + 1
+        if attempts == MAX_ATTEMPTS:
+            return False
+        heapq.heappush(self._retries, (now + FIRST_RETRY_S * 2 ** (attempts - 1), ref.digest, ref))
+        return True
 
     def _run(self) -> None:
         while (ref := self._todo.get()) is not None:
             try:
-                outcome: HostAdapter | Exception = self._fetch(ref)
-            except (AdapterError, OSError) as error:
+                outcome: Outcome = self._fetch(ref)
+            except AdapterError as error:
+                outcome = error
+            except OSError as error:
+                log.warning("reading adapter %s failed: %s", ref.digest, error)
                 outcome = error
             except Exception as error:
                 log.exception("loading adapter %s failed", ref.digest)
                 outcome = error
-            self.done.append((ref.digest, outcome))
-            self.arrived.set()
+            self._done.append((ref, outcome))
+            self._arrived.set()

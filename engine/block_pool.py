@@ -57,6 +57,14 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def extend(self, hashes: list[bytes], seed: bytes, tokens: list[int], count: int) -> None:
+        """Grows a chain to the first `count` blocks of `tokens`; what is there already is not computed again."""
+        size = self.block_size
+        parent = hashes[-1] if hashes else seed
+        for index in range(len(hashes), count):
+            parent = chain(parent, tokens[index * size : (index + 1) * size])
+            hashes.append(parent)
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` ≤ num_free blocks of unknown content, forgetting the least recently used prefixes."""
         assert count <= self.num_free

@@ -1,6 +1,6 @@
-"""Lanes: waiting sequences. Priority class first; inside a class, work that has run before goes first, then lanes share
-by a virtual token counter (Sheng et al., OSDI'24): the lane that was served least per weight is next. Knows no blocks
-and no adapters. Every operation costs O(log n).
+"""Lanes: waiting sequences. Priority class first; inside a class, work whose turn has come before; then lanes share by
+a virtual token counter (Sheng et al., OSDI'24): the lane that was served least per weight is next. Knows no blocks and
+no adapters. Every operation costs O(log n).
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Lanes:
         lane.counter += (num_input * self.input_cost + num_output * self.output_cost) / lane.weight
 
     def push(self, lane: Lane, sequence: Sequence) -> None:
-        """Waits in its lane by arrival; before all lanes of its class, also by arrival, if it has run before."""
+        """Waits in its lane by arrival; before all lanes of its class, also by arrival, if its turn has come before."""
         sequence.is_queued = True
-        if sequence.has_run:
+        if sequence.goes_first:
             heapq.heappush(self._classes[lane.priority].resumed, (sequence.rank, sequence))
         else:
             heapq.heappush(lane.queue, (sequence.rank, sequence))
@@ -149,7 +149,7 @@ class Lanes:
         if not sequence.is_queued:
             return
         sequence.is_queued = False
-        if not sequence.has_run:
+        if not sequence.goes_first:
             lane.num_queued -= 1
             if len(lane.queue) > 2 * lane.num_queued + 16:
                 lane.queue = [entry for entry in lane.queue if entry[1].is_queued]

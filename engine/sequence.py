@@ -40,6 +40,8 @@ class Sequence:
     hashes         chained hash of each full block of tokens, as far as anybody asked
     num_hashed     leading blocks that are known to the prefix cache
     need           free blocks that it lacked when it was last passed over
+    has_run        it was admitted, or forked, before: what is computed of it is owed to it
+    goes_first     its turn has come before: it waits ahead of the lanes of its class
     """
 
     request_id: str
@@ -63,6 +65,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     is_queued: bool = False
     has_run: bool = False
+    goes_first: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,104 @@
+"""EngineCore: add · abort · step. The turn of the route: tokens in from one side, tokens out of the other.
+
+One thread. Knows no socket; knows the model only through its Runner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from adapters.residency import ResidencyCache
+from adapters.spec import AdapterError, AdapterRef
+from engine.block_pool import BlockPool
+from engine.protocol import Accepted, AdapterState, Chunk, Failed, Generate, Stats
+from engine.scheduler import Scheduler
+from engine.step import Runner
+
+
+class EngineCore:
+    """can_run: False when the last step found nothing to run and nothing has arrived since: a good time to `wait`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        residency: ResidencyCache,
+        pool: BlockPool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.can_run = False
+        self.num_steps = 0
+        self._scheduler = scheduler
+        self._runner = runner
+        self._residency = residency
+        self._pool = pool
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        """Requests are under way, something is left to say about them, or an adapter is being loaded."""
+        return self._scheduler.has_work or self._residency.is_loading
+
+    def add(self, request: Generate) -> Accepted:
+        """Takes a request in. Raises Refused when it can't run or no more may wait."""
+        tier = "" if request.adapter is None else self._residency.tier(request.adapter.digest)
+        self._scheduler.add(request, self._clock())
+        self.can_run = True
+        return Accepted(request.id, tier)
+
+    def abort(self, request_id: str) -> None:
+        """Nothing more is said about this request."""
+        self._scheduler.abort(request_id)
+        self.can_run = True
+
+    def step(self) -> list[Chunk | Failed]:
+        """One step of the model, if anything can run; what there is to say afterwards."""
+        step = self._scheduler.schedule(self._clock())
+        self.can_run = step is not None
+        if step is None:
+            return self._scheduler.take_outbox()
+        self.num_steps += 1
+        return self._scheduler.commit(step, self._runner.run(step))
+
+    def warm(self, ref: AdapterRef) -> None:
+        """Loads the adapter soon, if there is room; one that can't be loaded is for its requests to report."""
+        with contextlib.suppress(AdapterError):
+            self._residency.check(ref, self._clock())
+            self._residency.prefetch(ref, self._clock())
+
+    def evict(self, digest: str) -> None:
+        """Frees the adapter as soon as no request uses it."""
+        self._residency.evict(digest)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until an adapter has loaded or the time is over. At once if there is something to run."""
+        if not self.can_run:
+            self._residency.wait(timeout_s)
+
+    def stats(self, boot_id: str) -> Stats:
+        scheduler, residency, pool = self._scheduler, self._residency, self._pool
+        return Stats(
+            boot_id=boot_id,
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            waiting_adapter=scheduler.num_waiting_adapter,
+            blocks_total=pool.num_blocks,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            preemptions_total=scheduler.num_preemptions,
+            steps_total=self.num_steps,
+            prompt_tokens_total=scheduler.num_prompt_tokens,
+            cached_tokens_total=scheduler.num_cached_tokens,
+            generated_tokens_total=scheduler.num_generated_tokens,
+            adapter_bytes_total=residency.budget_bytes,
+            adapter_bytes_used=residency.used_bytes,
+            adapter_loads_total=residency.num_loads,
+            adapter_evictions_total=residency.num_evictions,
+            adapters=[AdapterState(*state) for state in residency.states(self._clock())],
+        )
+
+    def close(self) -> None:
+        """Lets the fetch threads end."""
+        self._residency.close()
