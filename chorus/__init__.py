@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-
     from engine.params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]

@@ -56,22 +56,21 @@ def imports(module: str, lazy: bool) -> frozenset[str]:
 
 
 def reached(module: str, lazy: bool) -> set[str]:
-    """Everything that importing `module` may load, directly or not."""
-    seen: set[str] = set()
-    todo = [module]
+    """Everything that importing `module` may load, directly or not. A package that is loaded on the way to one of its
+    modules runs its top level only."""
+    seen: set[tuple[str, bool]] = set()
+    todo = [(module, lazy)]
     while todo:
-        current = todo.pop()
-        for name in imports(current, lazy):
-            if name in seen:
-                continue
-            seen.add(name)
+        current, is_lazy = todo.pop()
+        for name in imports(current, is_lazy):
             parts = name.split(".")
-            for end in range(1, len(parts) + 1):
-                parent = ".".join(parts[:end])
-                if parent in modules():
-                    seen.add(parent)
-                    todo.append(parent)
-    return seen
+            parents = [".".join(parts[:end]) for end in range(1, len(parts))]
+            for found in [(parent, False) for parent in parents if parent in modules()] + [(name, lazy)]:
+                if found not in seen:
+                    seen.add(found)
+                    if found[0] in modules():
+                        todo.append(found)
+    return {name for name, _ in seen}
 
 
 def hits(names: set[str], *roots: str) -> set[str]:
