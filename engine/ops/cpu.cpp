@@ -1,0 +1,568 @@
+// Native CPU operations of engine/ops/cpu.py: weights, KV and adapters in bf16, everything between two ops in fp32.
+// Knows no Python, no torch, no policy.
+//
+// Every output element is summed in one fixed order that does not depend on how many rows share the call, on the
+// chunking or on the number of threads: equal inputs give equal bits in every batch.
+//
+// Written with the compiler's vector extension, so that one source serves every instruction set (the build picks it).
+// bf16 products: on many x86 cores the fp32 FMA unit has twice the rate of the bf16 dot product, so bf16 is widened in
+// registers (a shift, a mask) and multiplied in fp32.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+#if defined(__AVX512F__)
+constexpr int L = 16, MAX_R = 12;  // 32 registers of 16 floats
+#elif defined(__AVX2__)
+constexpr int L = 8, MAX_R = 5;  // 16 registers of 8 floats
+#else
+constexpr int L = 4, MAX_R = 12;  // 32 registers of 4 floats (NEON)
+#endif
+constexpr int NT = 2 * L;      // columns of a packed weight tile
+constexpr int BLOCK = 16;      // positions of a KV block
+constexpr int GROUP = 32;      // positions of one online-softmax step
+constexpr int GROUP_V = GROUP / L;
+constexpr long ROWS_AT_ONCE = 240;  // rows widened to fp32 at a time: 240 x 1536 x 4 bytes stay in a 2 MiB L2
+
+typedef uint16_t bf16;
+typedef float vf __attribute__((vector_size(4 * L)));
+typedef uint32_t vu __attribute__((vector_size(4 * L)));
+typedef int32_t vi __attribute__((vector_size(4 * L)));
+typedef uint16_t vh __attribute__((vector_size(2 * L)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+template <class V, class T> INLINE V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+template <class V, class T> INLINE void store(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+INLINE vf low(vu pair) { return (vf)(pair << 16); }
+INLINE vf high(vu pair) { return (vf)(pair & 0xffff0000u); }
+INLINE float widen1(bf16 h) { uint32_t u = uint32_t(h) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+
+INLINE vh narrow(vf x) {  // round to nearest even; NaN stays NaN
+  vu u = (vu)x;
+  vu rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  vu nan = (vu)(x != x);
+  return __builtin_convertvector(((rounded & ~nan) | ((u | 0x400000u) & nan)) >> 16, vh);
+}
+
+INLINE float sum(vf v) {
+  float part[L];
+  std::memcpy(part, &v, sizeof v);
+  for (int width = L / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) part[i] += part[i + width];
+  return part[0];
+}
+
+INLINE float biggest(vf v) {
+  float part[L];
+  std::memcpy(part, &v, sizeof v);
+  float m = part[0];
+  for (int i = 1; i < L; i++) m = std::max(m, part[i]);
+  return m;
+}
+
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+INLINE vf vexp(vf x) {  // e^x for x <= 88, 0 below -87; relative error < 2e-7 (Cephes' polynomial)
+  x = vmax(x, splat(-87.3f));
+  vf t = x * 1.44269504f;
+  vf n = __builtin_convertvector(__builtin_convertvector(t + (t > 0.0f ? splat(0.5f) : splat(-0.5f)), vi), vf);
+  vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+
+// A buffer of the calling thread that only grows: no allocation in a running server.
+INLINE float* scratch(std::vector<float>& buffer, size_t size) {
+  if (buffer.size() < size) buffer.resize(size);
+  return buffer.data();
+}
+
+// acc[r][v] += sum over k of x[k][r] * w[k][v], for 2*kp values of k: x is [2*kp][R] fp32, w is C tiles of
+// [kp][NT] pairs (k in the low half, k+1 in the high one), `stride` apart.
+template <int R, int C>
+INLINE void multiply(vf (&acc)[R][2 * C], const float* x, const uint32_t* w, long kp, long stride) {
+  for (long k = 0; k < kp; k++) {
+    vu pair[2 * C];
+#pragma GCC unroll 16
+    for (int c = 0; c < 2 * C; c++) {
+      const uint32_t* at = w + (c / 2) * stride + k * NT + (c % 2) * L;
+      pair[c] = load<vu>(at);
+      __builtin_prefetch(at + 16 * NT);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      float b = x[2 * k * R + r];
+#pragma GCC unroll 16
+      for (int c = 0; c < 2 * C; c++) acc[r][c] += b * low(pair[c]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      float b = x[(2 * k + 1) * R + r];
+#pragma GCC unroll 16
+      for (int c = 0; c < 2 * C; c++) acc[r][c] += b * high(pair[c]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- linear
+
+struct Out {  // where a linear's result goes: rows of `stride` elements
+  float* data;
+  long stride, num_columns;
+  const float* bias;
+};
+
+template <int R, int C>
+INLINE void tile(const float* x, const uint32_t* w, long kp, const Out& out, long row, long column) {
+  vf acc[R][2 * C] = {};
+  multiply<R, C>(acc, x, w, kp, kp * NT);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 2 * C; c++) {
+      const long col = column + c * L, left = out.num_columns - col;
+      if (left <= 0) continue;
+      float* to = out.data + (row + r) * out.stride + col;
+      if (left >= L) {
+        store(to, out.bias ? acc[r][c] + load<vf>(out.bias + col) : acc[r][c]);
+      } else {
+        float values[L];
+        store(values, acc[r][c]);
+        for (long i = 0; i < left; i++) to[i] = values[i] + (out.bias ? out.bias[col + i] : 0.0f);
+      }
+    }
+}
+
+// Rows [row, row + R) against tiles [first, last).
+template <int R>
+static void rows(const float* x, const uint32_t* w, long kp, const Out& out, long row, long first, long last) {
+  constexpr int C = R > MAX_R / 2 ? 1 : std::min(4, MAX_R / R);
+  long t = first;
+  if constexpr (C > 1)
+    for (; t + C <= last; t += C) tile<R, C>(x, w + t * kp * NT, kp, out, row, t * NT);
+  for (; t < last; t++) tile<R, 1>(x, w + t * kp * NT, kp, out, row, t * NT);
+}
+
+template <int R>
+static void dispatch(int r, const float* x, const uint32_t* w, long kp, const Out& out, long row, long a, long b) {
+  if (r == R) return rows<R>(x, w, kp, out, row, a, b);
+  if constexpr (R > 1) dispatch<R - 1>(r, x, w, kp, out, row, a, b);
+}
+
+// [rows][K] → [K][rows], K padded with zeros to `padded`.
+INLINE void transpose(const float* x, long stride, int count, long K, long padded, float* out) {
+  for (int r = 0; r < count; r++)
+    for (long k = 0; k < K; k++) out[k * count + r] = x[r * stride + k];
+  for (long k = K * count; k < padded * count; k++) out[k] = 0.0f;
+}
+
+// How the rows of a chunk are cut: as evenly as possible into parts of at most MAX_R.
+INLINE long num_parts(long M) { return (M + MAX_R - 1) / MAX_R; }
+INLINE long part_start(long M, long parts, long i) { return M * i / parts; }
+
+extern "C" long chorus_packed_size(long N, long K) { return (N + NT - 1) / NT * ((K + 1) / 2) * NT + 16 * NT; }
+
+// W [N, K] bf16 → tiles [N/NT][K/2][NT] of pairs, zero-padded; the tail is room for prefetching.
+extern "C" void chorus_pack(const bf16* W, long N, long K, uint32_t* out) {
+  long tiles = (N + NT - 1) / NT, kp = (K + 1) / 2;
+#pragma omp parallel for
+  for (long t = 0; t < tiles; t++)
+    for (long k = 0; k < kp; k++)
+      for (long c = 0; c < NT; c++) {
+        long n = t * NT + c;
+        uint32_t lo = n < N ? W[n * K + 2 * k] : 0;
+        uint32_t hi = n < N && 2 * k + 1 < K ? W[n * K + 2 * k + 1] : 0;
+        out[(t * kp + k) * NT + c] = lo | hi << 16;
+      }
+  std::memset(out + tiles * kp * NT, 0, 16 * NT * sizeof(uint32_t));
+}
+
+// y[m] = W·x[m] + bias, W as packed by chorus_pack.
+extern "C" void chorus_linear(const float* x, long M, long K, long ldx, const uint32_t* w, long N, const float* bias,
+                              float* y, long ldy) {
+  static thread_local std::vector<float> buffer;
+  long kp = (K + 1) / 2, padded = 2 * kp, tiles = (N + NT - 1) / NT;
+  float* wide = scratch(buffer, std::min(M, ROWS_AT_ONCE) * padded);
+#pragma omp parallel
+  {
+    long id = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (long begin = 0; begin < M; begin += ROWS_AT_ONCE) {
+      long count = std::min(ROWS_AT_ONCE, M - begin), parts = num_parts(count);
+      for (long i = id; i < parts; i += threads) {
+        long a = part_start(count, parts, i), b = part_start(count, parts, i + 1);
+        transpose(x + (begin + a) * ldx, ldx, int(b - a), K, padded, wide + a * padded);
+      }
+#pragma omp barrier
+      // A tile of weights is read from memory once and meets all rows of the chunk while it is in the cache.
+      long first = tiles * id / threads, last = tiles * (id + 1) / threads;
+      long step = parts == 1 ? last - first : 1;
+      for (long t = first; t < last; t += step)
+        for (long i = 0; i < parts; i++) {
+          long a = part_start(count, parts, i), b = part_start(count, parts, i + 1);
+          const Out out{y + t * NT, ldy, N - t * NT, bias ? bias + t * NT : nullptr};
+          dispatch<MAX_R>(int(b - a), wide + a * padded, w + t * kp * NT, kp, out, begin + a, 0, step);
+        }
+#pragma omp barrier
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- attention
+//
+// The KV cache of a layer is [2][blocks][K heads][BLOCK·D] bf16, in pairs as a weight tile has them:
+//   keys    [D/2][BLOCK] pairs of dimensions     so that q·K is a product with BLOCK columns
+//   values  [BLOCK/2][D] pairs of positions      so that p·V is a product with D columns
+
+// Only finite numbers are kept: unused slots of a block are read with weight 0, and 0 · NaN is NaN.
+INLINE bf16 finite(float x) {
+  return narrow(splat(x != x ? 0.0f : std::min(std::max(x, -65504.0f), 65504.0f)))[0];
+}
+
+extern "C" void chorus_write_kv(const float* k, const float* v, long T, long ldk, long ldv, long heads, long D,
+                                bf16* cache, long num_blocks, const int64_t* slots) {
+  long block_size = heads * BLOCK * D;
+#pragma omp parallel for if (T * heads > 64)
+  for (long t = 0; t < T; t++) {
+    long block = slots[t] / BLOCK, offset = slots[t] % BLOCK;
+    for (long h = 0; h < heads; h++) {
+      bf16* keys = cache + block * block_size + h * BLOCK * D;
+      bf16* values = keys + num_blocks * block_size;
+      for (long d = 0; d < D; d++) {
+        keys[(d / 2 * BLOCK + offset) * 2 + d % 2] = finite(k[t * ldk + h * D + d]);
+        values[(offset / 2 * D + d) * 2 + offset % 2] = finite(v[t * ldv + h * D + d]);
+      }
+    }
+  }
+}
+
+struct Attention {
+  const float* q;
+  long ldq, heads, kv_heads, D;
+  const bf16* cache;
+  long num_blocks;
+  const int64_t *starts, *lengths, *contexts, *tables;
+  long table_width;
+  float scale;
+  long window;  // 0 = none
+  float* out;
+  long ldo;
+};
+
+// Rows [row, row + R) of a sequence's (token, head of the group) pairs, for one KV head.
+template <int R>
+static void attend(const Attention& at, long s, long kv, long row, float* work) {
+  const long D = at.D, G = at.heads / at.kv_heads, block_size = at.kv_heads * BLOCK * D;
+  const long first_position = at.contexts[s] - at.lengths[s];
+  float* q = work;                  // [D][R]
+  float* p = q + D * R;             // [GROUP][R]
+  float* out = p + GROUP * R;       // [R][D]
+  float top[R], total[R];
+  long position[R];
+  for (int r = 0; r < R; r++) {
+    long t = (row + r) / G, h = kv * G + (row + r) % G;
+    const float* from = at.q + (at.starts[s] + t) * at.ldq + h * D;
+    for (long d = 0; d < D; d++) q[d * R + r] = from[d] * at.scale;
+    position[r] = first_position + t;
+    top[r] = -INFINITY;
+    total[r] = 0.0f;
+  }
+  std::memset(out, 0, sizeof(float) * R * D);
+  const long last = position[R - 1] + 1;
+  const long begin = at.window ? std::max(0L, position[0] - at.window + 1) / GROUP * GROUP : 0;
+  for (long g = begin; g < last; g += GROUP) {
+    const bf16* keys[GROUP / BLOCK];
+    for (int b = 0; b < GROUP / BLOCK; b++) {
+      long index = std::min(g / BLOCK + b, (last - 1) / BLOCK);  // past the end: any block, its scores are masked
+      keys[b] = at.cache + at.tables[s * at.table_width + index] * block_size + kv * BLOCK * D;
+    }
+    vf score[R][GROUP_V] = {};
+    for (long d = 0; d < D / 2; d++) {
+      vu pair[GROUP_V];
+#pragma GCC unroll 16
+      for (int c = 0; c < GROUP_V; c++)
+        pair[c] = load<vu>((const uint32_t*)keys[c * L / BLOCK] + d * BLOCK + c * L % BLOCK);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        float a = q[2 * d * R + r], b = q[(2 * d + 1) * R + r];
+#pragma GCC unroll 16
+        for (int c = 0; c < GROUP_V; c++) score[r][c] += a * low(pair[c]);
+#pragma GCC unroll 16
+        for (int c = 0; c < GROUP_V; c++) score[r][c] += b * high(pair[c]);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      const long from = at.window ? position[r] - at.window + 1 : 0;
+      float values[GROUP];
+      std::memcpy(values, score[r], sizeof values);
+      if (g + GROUP > position[r] + 1 || g < from)
+        for (int i = 0; i < GROUP; i++)
+          if (g + i > position[r] || g + i < from) values[i] = -INFINITY;
+      vf m = load<vf>(values);
+      for (int c = 1; c < GROUP_V; c++) m = vmax(m, load<vf>(values + c * L));
+      float new_top = std::max(top[r], biggest(m));
+      if (new_top == -INFINITY) {  // nothing of this group is visible to this row
+        for (int i = 0; i < GROUP; i++) p[i * R + r] = 0.0f;
+        continue;
+      }
+      vf part = {};
+      for (int c = 0; c < GROUP_V; c++) {
+        vf x = load<vf>(values + c * L) - new_top;
+        vf e = x > -87.0f ? vexp(x) : vf{};
+        store(values + c * L, e);
+        part += e;
+      }
+      float shrink = top[r] == -INFINITY ? 0.0f : std::exp(top[r] - new_top);
+      total[r] = total[r] * shrink + sum(part);
+      top[r] = new_top;
+      if (shrink != 1.0f)
+        for (long d = 0; d < D; d++) out[r * D + d] *= shrink;
+      for (int i = 0; i < GROUP; i++) p[i * R + r] = values[i];
+    }
+    for (int b = 0; b < GROUP / BLOCK; b++) {
+      if (g + b * BLOCK >= last) break;
+      const uint32_t* values = (const uint32_t*)(keys[b] + at.num_blocks * block_size);
+      for (long d = 0; d < D; d += 2 * L) {
+        vf acc[R][2];
+        for (int r = 0; r < R; r++)
+          for (int c = 0; c < 2; c++) acc[r][c] = load<vf>(out + r * D + d + c * L);
+#pragma GCC unroll 2
+        for (int i = 0; i < BLOCK / 2; i++) {
+          vu pair[2] = {load<vu>(values + i * D + d), load<vu>(values + i * D + d + L)};
+          const float* weight = p + (b * BLOCK + 2 * i) * R;
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++)
+            for (int c = 0; c < 2; c++) acc[r][c] += weight[r] * low(pair[c]);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++)
+            for (int c = 0; c < 2; c++) acc[r][c] += weight[R + r] * high(pair[c]);
+        }
+        for (int r = 0; r < R; r++)
+          for (int c = 0; c < 2; c++) store(out + r * D + d + c * L, acc[r][c]);
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    long t = (row + r) / G, h = kv * G + (row + r) % G;
+    float* to = at.out + (at.starts[s] + t) * at.ldo + h * D;
+    for (long d = 0; d < D; d += L) store(to + d, load<vf>(out + r * D + d) / total[r]);
+  }
+}
+
+template <int R>
+static void attend_any(int r, const Attention& at, long s, long kv, long row, float* work) {
+  if (r == R) return attend<R>(at, s, kv, row, work);
+  if constexpr (R > 1) attend_any<R - 1>(r, at, s, kv, row, work);
+}
+
+// D must be a multiple of 2·L (64 for every common model is).
+extern "C" void chorus_attention(const float* q, long ldq, long heads, long kv_heads, long D, const bf16* cache,
+                                 long num_blocks, long S, const int64_t* starts, const int64_t* lengths,
+                                 const int64_t* contexts, const int64_t* tables, long table_width, double scale,
+                                 long window, float* out, long ldo) {
+  Attention at{q, ldq, heads, kv_heads, D, cache, num_blocks, starts, lengths, contexts, tables, table_width,
+               float(scale), window, out, ldo};
+  struct Item { long s, kv, row; int count; };
+  static thread_local std::vector<Item> items;
+  items.clear();
+  const long G = heads / kv_heads;
+  for (long s = 0; s < S; s++)
+    for (long row = 0, rows = lengths[s] * G; row < rows; row += MAX_R)
+      for (long kv = 0; kv < kv_heads; kv++) items.push_back({s, kv, row, int(std::min<long>(MAX_R, rows - row))});
+  const std::vector<Item>& todo = items;
+#pragma omp parallel
+  {
+    static thread_local std::vector<float> buffer;
+    float* work = scratch(buffer, MAX_R * (2 * D + GROUP));
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < todo.size(); i++)
+      attend_any<MAX_R>(todo[i].count, at, todo[i].s, todo[i].kv, todo[i].row, work);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- element-wise
+
+// y = x / sqrt(mean(x²) + eps) · w for each of M rows of H; with `residual`, first residual += x, and it is normalised.
+extern "C" void chorus_rms_norm(const float* x, long M, long H, long ldx, float* residual, long ldr,
+                                const float* weight, double eps, float* y, long ldy) {
+#pragma omp parallel for if (M * H > 16384)
+  for (long m = 0; m < M; m++) {
+    const float* from = x + m * ldx;
+    if (residual) {
+      float* kept = residual + m * ldr;
+      for (long h = 0; h < H; h++) kept[h] += from[h];
+      from = kept;
+    }
+    vf square = {};
+    float tail = 0.0f;
+    long h = 0;
+    for (; h + L <= H; h += L) { vf v = load<vf>(from + h); square += v * v; }
+    for (; h < H; h++) tail += from[h] * from[h];
+    const float factor = 1.0f / std::sqrt((sum(square) + tail) / float(H) + float(eps));
+    for (h = 0; h < H; h++) y[m * ldy + h] = from[h] * factor * weight[h];
+  }
+}
+
+// y = silu(gate) · up, with gate | up side by side in each row of 2·I.
+extern "C" void chorus_silu_mul(const float* x, long M, long I, long ldx, float* y, long ldy) {
+#pragma omp parallel for if (M * I > 8192)
+  for (long m = 0; m < M; m++) {
+    const float *gate = x + m * ldx, *up = gate + I;
+    float* to = y + m * ldy;
+    long i = 0;
+    for (; i + L <= I; i += L) {
+      vf g = load<vf>(gate + i);
+      store(to + i, g / (1.0f + vexp(vmin(-g, splat(88.0f)))) * load<vf>(up + i));
+    }
+    for (; i < I; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+  }
+}
+
+// Rotates the halves of `heads` heads of D at the start of each row, in place: (a, b) → (a·cos − b·sin, b·cos + a·sin),
+// with cos, sin [T, D/2] rows of `ldc`.
+extern "C" void chorus_rope(float* x, long T, long ldx, long heads, long D, const float* cos, const float* sin,
+                            long ldc) {
+  const long half = D / 2;
+#pragma omp parallel for if (T * heads * D > 16384)
+  for (long t = 0; t < T; t++) {
+    const float *c = cos + t * ldc, *s = sin + t * ldc;
+    for (long h = 0; h < heads; h++) {
+      float *a = x + t * ldx + h * D, *b = a + half;
+      for (long d = 0; d < half; d++) {
+        const float first = a[d], second = b[d];
+        a[d] = first * c[d] - second * s[d];
+        b[d] = second * c[d] + first * s[d];
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------ LoRA
+
+struct Slice { int64_t module, first, last; };  // columns [first, last) of y belong to this module
+
+struct Segment {
+  int64_t start, end;        // rows
+  const bf16* arena;         // the adapter's extent
+  const int64_t* directory;  // [layers][modules][fields]
+};
+
+constexpr int MODULES = 7, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, UNIT = 16;  // as adapters/loader.py packs
+
+// z[row][rank] = A·x for `rows` rows, A [rank, H].
+template <int R>
+INLINE void shrink(const float* x, long ldx, const bf16* A, long rank, long H, float* z, long ldz) {
+  constexpr int Q = R == 1 ? 8 : R == 2 ? 4 : 4;  // rank rows at once
+  auto part = [&](auto count, long j) {
+    constexpr int N = decltype(count)::value;
+    vf acc[R][N] = {};
+    long h = 0;
+    for (; h + L <= H; h += L) {
+      vf xs[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) xs[r] = load<vf>(x + r * ldx + h);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) {
+        vf a = widen(load<vh>(A + (j + n) * H + h));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r][n] += xs[r] * a;
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) {
+        float tail = 0.0f;
+        for (long i = h; i < H; i++) tail += x[r * ldx + i] * widen1(A[(j + n) * H + i]);
+        z[r * ldz + j + n] = sum(acc[r][n]) + tail;
+      }
+  };
+  long j = 0;
+  for (; j + Q <= rank; j += Q) part(std::integral_constant<int, Q>{}, j);
+  for (; j < rank; j++) part(std::integral_constant<int, 1>{}, j);
+}
+
+// y[row][o] += sum over j of z[row][j] · B[j][o], for R rows and columns [from, to).
+template <int R>
+INLINE void expand(float* y, long ldy, const float* z, long ldz, const bf16* B, long rank, long O, long from, long to) {
+  constexpr int C = R == 1 ? 4 : 2;
+  auto part = [&](auto count, long o) {
+    constexpr int N = decltype(count)::value;
+    vf acc[R][N] = {};
+    for (long j = 0; j < rank; j++) {
+      vf b[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) b[n] = widen(load<vh>(B + j * O + o + n * L));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        float weight = z[r * ldz + j];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) acc[r][n] += weight * b[n];
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int n = 0; n < N; n++) {
+        float* at = y + r * ldy + o + n * L;
+        store(at, load<vf>(at) + acc[r][n]);
+      }
+  };
+  long o = from;
+  for (; o + C * L <= to; o += C * L) part(std::integral_constant<int, C>{}, o);
+  for (; o + L <= to; o += L) part(std::integral_constant<int, 1>{}, o);
+  for (; o < to; o++)
+    for (int r = 0; r < R; r++) {
+      float total = 0.0f;
+      for (long j = 0; j < rank; j++) total += z[r * ldz + j] * widen1(B[j * O + o]);
+      y[r * ldy + o] += total;
+    }
+}
+
+// y[t, first:last] += B·(A·x[t]) for each slice and each row t of a segment. Rows outside segments are not touched.
+extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H, long num_segments,
+                            const Segment* segments, long layer, long num_slices, const Slice* slices,
+                            long max_rank) {
+  constexpr int R = 4;  // rows at once
+  struct Item { const Segment* segment; long row; int count; };
+  static thread_local std::vector<Item> items;
+  items.clear();
+  for (long i = 0; i < num_segments; i++)
+    for (long row = segments[i].start; row < segments[i].end; row += R)
+      items.push_back({segments + i, row, int(std::min<long>(R, segments[i].end - row))});
+  const std::vector<Item>& todo = items;
+  const long ldz = max_rank;
+  static thread_local std::vector<float> shared;
+  float* z_all = scratch(shared, todo.size() * num_slices * R * ldz);
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < todo.size(); i++)
+      for (long s = 0; s < num_slices; s++) {
+        const Item& item = todo[i];
+        const int64_t* entry = item.segment->directory + (layer * MODULES + slices[s].module) * FIELDS;
+        const long rank = entry[RANK];
+        if (!rank) continue;
+        const bf16* A = item.segment->arena + entry[OFFSET_A] * UNIT;
+        const bf16* B = item.segment->arena + entry[OFFSET_B] * UNIT;
+        float* z = z_all + (i * num_slices + s) * R * ldz;
+        const float* from = x + item.row * ldx;
+        float* to = y + item.row * ldy + slices[s].first;
+        const long O = slices[s].last - slices[s].first;
+        switch (item.count) {
+          case 1: shrink<1>(from, ldx, A, rank, H, z, ldz); expand<1>(to, ldy, z, ldz, B, rank, O, 0, O); break;
+          case 2: shrink<2>(from, ldx, A, rank, H, z, ldz); expand<2>(to, ldy, z, ldz, B, rank, O, 0, O); break;
+          case 3: shrink<3>(from, ldx, A, rank, H, z, ldz); expand<3>(to, ldy, z, ldz, B, rank, O, 0, O); break;
+          default: shrink<4>(from, ldx, A, rank, H, z, ldz); expand<4>(to, ldy, z, ldz, B, rank, O, 0, O);
+        }
+      }
+  }
+}
