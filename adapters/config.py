@@ -143,7 +143,7 @@ def _check_kind(raw: _Fields) -> None:
         raise AdapterUnsupported(
             "unsupported_init",
             f"init_lora_weights {shown(str(init))} changes the base weights, which are shared by all adapters here; "
-            "convert the adapter to plain LoRA (peft: save_pretrained(path_initial_model_for_weight_conversion=…))",
+            "convert the adapter to plain LoRA (peft: save_pretrained(path_initial_model_for_weight_conversion=...))",
             "init_lora_weights",
         )
     bias = raw.get("bias")

@@ -120,15 +120,18 @@ class Fetcher:
 
     def _run(self) -> None:
         while (ref := self._todo.get()) is not None:
-            try:
-                outcome: Outcome = self._fetch(ref)
-            except AdapterError as error:
-                outcome = error
-            except OSError as error:
-                log.warning("reading adapter %s failed: %s", ref.digest, error)
-                outcome = error
-            except Exception as error:
-                log.exception("loading adapter %s failed", ref.digest)
-                outcome = error
-            self._done.append((ref, outcome))
-            self._arrived.set()
+            self._load(ref)
+
+    def _load(self, ref: AdapterRef) -> None:
+        try:
+            outcome: Outcome = self._fetch(ref)
+        except AdapterError as error:
+            outcome = error
+        except OSError as error:
+            log.warning("reading adapter %s failed: %s", ref.digest, error)
+            outcome = error
+        except Exception as error:
+            log.exception("loading adapter %s failed", ref.digest)
+            outcome = error
+        self._done.append((ref, outcome))
+        self._arrived.set()

@@ -61,6 +61,7 @@ class DirectoryStore:
     """An AdapterStore in a local directory, which any number of processes may share."""
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self._stages = root / "stage"
         self._store = root / "store"
         self._locks = root / "locks"

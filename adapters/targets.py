@@ -51,6 +51,8 @@ class Targets:
         try:
             if self._excludes.match(key):
                 return False
+            if self._includes.is_whole(key):
+                return True  # also in a layer that layers_to_transform leaves out: PEFT narrows only ends of names
             if not (self.is_open or self.is_all_linear or self._includes.match(key)):
                 return False
             return self._config.layers is None or self._layer(key, layer) in self._config.layers
@@ -97,10 +99,12 @@ class _Names:
         self._pattern = _compile(param, str(names)) if is_pattern and names else None
         self._names = frozenset((names,) if isinstance(names, str) and by_name else () if self._pattern else names)
 
+    def is_whole(self, key: str) -> bool:
+        """The whole key is named, or fits the pattern."""
+        return key in self._names or (self._pattern is not None and self._pattern.fullmatch(key) is not None)
+
     def match(self, key: str) -> bool:
-        if not self._names.isdisjoint(_ends(key)):
-            return True
-        return self._pattern is not None and self._pattern.fullmatch(key) is not None
+        return not self._names.isdisjoint(_ends(key)) or self.is_whole(key)
 
 
 class _Patterns:

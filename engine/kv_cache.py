@@ -3,9 +3,11 @@ block_pool; this file only holds the bytes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class KVCache:
         shape = (2, num_blocks * block_size, model.num_kv_heads, model.head_dim)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.layers: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]
+        self.layers: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies whole blocks, (source, destination) each, before anything of the step is written."""
@@ -47,6 +49,17 @@ class KVCache:
         for layer in self.layers:
             blocks = layer.view(2, self.num_blocks, -1)
             blocks[:, destinations] = blocks[:, sources]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """On the CPU pages of zeros that become real memory when first written, 64-byte aligned; torch.zeros would write
+    them all at start."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +188,7 @@ def _adapter_bytes(config: EngineConfig, model: ModelConfig, device: str, room: 
         rank = config.max_lora_rank * config.adapter_memory_bytes // one
         raise ConfigError(
             f"--adapter-memory {_size(config.adapter_memory_bytes)} can't hold one adapter of --max-lora-rank "
-            f"{config.max_lora_rank}, which takes {one} bytes: use --adapter-memory {one} or --max-lora-rank {rank}"
+            f"{config.max_lora_rank}: use --adapter-memory {one}" + (f" or --max-lora-rank {rank}" if rank else "")
         )
     return config.adapter_memory_bytes
 

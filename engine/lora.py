@@ -4,6 +4,7 @@ be placed or evicted is decided by adapters.residency."""
 from __future__ import annotations
 
 import heapq
+
 import torch
 from torch import Tensor
 

@@ -28,8 +28,10 @@ class StrictBodies:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
         request = Request(scope, receive)
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS") or _is_multipart(request):
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or _is_multipart(request):
             return await self._app(scope, receive, send)
         state: State = scope["state"]["chorus"]
         try:

@@ -37,7 +37,8 @@ def set_up_logging(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    logging.getLogger("uvicorn").setLevel("WARNING" if settings.log_level == "info" else settings.log_level.upper())
+    for chatty in ("uvicorn", "httpx", "alembic"):
+        logging.getLogger(chatty).setLevel("WARNING" if settings.log_level == "info" else settings.log_level.upper())
 
 
 def run_engine(settings: Settings) -> None:

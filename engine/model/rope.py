@@ -1,4 +1,4 @@
-"""Rotary embeddings: the table of cosines and sines that all layers read, with linear and Llama 3.1 scaling."""
+"""Rotary embeddings: the cosines and sines of a step that all layers read, with linear and Llama 3.1 scaling."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(is_between, blended, stretched)
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """[2, P, D] fp32: cos and sin of every position, repeated for both halves; sin negated in the first half, so that
+def rotations(frequencies: Tensor, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [T, D] of these positions, repeated for both halves; sin is negated in the first half, so that
     rotate_half(x)·sin becomes swap_halves(x) times this."""
-    angles = torch.outer(torch.arange(num_positions).float(), inverse_frequencies(rope, head_dim))
+    angles = torch.outer(positions_T.float(), frequencies)
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

@@ -13,7 +13,7 @@ from adapters.spec import LINEARS
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.model.config import ModelConfig
-from engine.model.rope import rope_table
+from engine.model.rope import inverse_frequencies, rotations
 from engine.ops import LoraSlices, Ops
 
 Q, K, V, O, GATE, UP, DOWN = range(len(LINEARS))  # noqa: E741
@@ -58,9 +58,7 @@ class Transformer:
         self._norm_H = norm_H
         self._head = head
         self._scale = config.head_dim**-0.5
-        self._rope = rope_table(config.rope, config.head_dim, config.max_position).to(
-            embedding_VH.device, ops.activation_dtype
-        )
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(embedding_VH.device)
         ends = (config.q_size, config.q_size + config.kv_size, config.q_size + 2 * config.kv_size)
         self._qkv_slices: LoraSlices = ((Q, 0, ends[0]), (K, ends[0], ends[1]), (V, ends[1], ends[2]))
         inner = config.intermediate_size
@@ -73,7 +71,7 @@ class Transformer:
         """Computes the batch's tokens and writes their KV. Returns hidden states [T, H], before the final norm."""
         ops, eps = self.ops, self.config.rms_norm_eps
         residual_TH = F.embedding(batch.tokens_T, self._embedding_VH).to(ops.activation_dtype)
-        cos_TD, sin_TD = self._rope[:, batch.positions_T]
+        cos_TD, sin_TD = rotations(self._frequencies, batch.positions_T, ops.activation_dtype)
         plan = ops.plan_attention(batch)
         x_TH = torch.zeros_like(residual_TH)
         for index, layer in enumerate(self.layers):
@@ -94,8 +92,8 @@ class Transformer:
     ) -> Tensor:
         layer, ops, config = self.layers[index], self.ops, self.config
         qkv = self._linear(index, layer.qkv, x_TH, batch, self._qkv_slices)
-        heads_TJD = qkv.view(len(qkv), -1, config.head_dim)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
+        heads_TJD = qkv.view(len(qkv), num_rotated + config.num_kv_heads, config.head_dim)
         qk_TJD, v_TKD = heads_TJD[:, :num_rotated], heads_TJD[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q_TND = ops.rms_norm(qk_TJD[:, :num_heads], layer.q_norm, config.rms_norm_eps)

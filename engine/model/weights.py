@@ -116,7 +116,7 @@ def _file_names(path: Path) -> list[str]:
     if index.is_file():
         try:
             return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} is not an index of shards: {error!r}") from error
     if (path / "model.safetensors").is_file():
         return ["model.safetensors"]

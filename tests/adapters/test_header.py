@@ -79,7 +79,12 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
     secret.write_bytes(raw(ONE, bytes(24)))
     (tmp_path / "link").symlink_to(secret)
     os.mkfifo(tmp_path / "pipe")
-    for name, code in (("link", "file_invalid"), ("pipe", "file_invalid"), (".", "file_invalid"), ("no", "file_missing")):
+    for name, code in (
+        ("link", "file_invalid"),
+        ("pipe", "file_invalid"),
+        (".", "file_invalid"),
+        ("no", "file_missing"),
+    ):
         with pytest.raises(AdapterError) as caught:
             open_regular(tmp_path / name)
         assert caught.value.code == code

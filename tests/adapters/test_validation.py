@@ -383,7 +383,9 @@ def test_hundreds_of_patterns_are_quick(tmp_path: Path) -> None:
     """rank_pattern with one entry per module, as rank-allocating methods write it, is looked up, not searched."""
     shape = dataclasses.replace(SHAPE, num_layers=64)
     tensors = pairs(layers=range(64), rank=2)
-    names = [name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name]
+    names = [
+        name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name
+    ]
     settings = config(rank=8, rank_pattern=dict.fromkeys(names, 2), alpha_pattern=dict.fromkeys(names, 4))
     directory = write(tmp_path, tensors, settings)
     assert len(json.dumps(settings)) < 64 << 10

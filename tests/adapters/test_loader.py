@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters.loader import NUM_FIELDS, OFFSET_A, OFFSET_B, RANK, UNIT, load
+from adapters.spec import LINEARS, AdapterInvalid, AdapterTooLarge
+from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, content_digest
+from adapters.validation import validate
+from tests.adapters.files import LIMITS, SHAPE, config, pairs, write
+
+
+def test_layout(tmp_path: Path) -> None:
+    """The packed layout that kernels rely on: true ranks, nothing padded but to 64 bytes, extents that don't overlap,
+    absent modules all zero, and the size that validation foretold."""
+    tensors = pairs(["q_proj", "down_proj"], rank=3)
+    spec = validate(write(tmp_path, tensors, config(("q_proj", "down_proj"), rank=3)), SHAPE, LIMITS)
+
+    packed = load(tmp_path, SHAPE, torch.bfloat16, max_rank=16)
+
+    assert packed.directory.shape == (2, len(LINEARS), NUM_FIELDS)
+    assert packed.directory.dtype == torch.int64
+    assert packed.buffer.dtype == torch.bfloat16
+    assert packed.size_bytes == packed.buffer.nbytes == spec.packed_bytes
+    assert packed.rank == 3
+    extents = []
+    for layer in range(2):
+        for index, name in enumerate(LINEARS):
+            row = packed.directory[layer, index]
+            if name not in ("q_proj", "down_proj"):
+                assert not row.any()
+                continue
+            out_features, in_features = SHAPE.linears[name]
+            assert row[RANK] == 3
+            for column, width in ((OFFSET_A, in_features), (OFFSET_B, out_features)):
+                start = int(row[column]) * UNIT
+                assert start * 2 % 64 == 0
+                extents.append((start, start + 3 * width))
+    extents.sort()
+    assert all(end <= start for (_, end), (start, _) in zip(extents, extents[1:], strict=False))
+    assert extents[-1][1] <= packed.buffer.numel()
+
+
+def test_equal_files_pack_to_equal_bits(tmp_path: Path) -> None:
+    """Loading again after an eviction gives the same bits."""
+    write(tmp_path, pairs(), config())
+    first, second = (load(tmp_path, SHAPE, torch.float16, max_rank=16) for _ in range(2))
+
+    assert torch.equal(first.buffer, second.buffer)
+    assert torch.equal(first.directory, second.directory)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "config", "garbage", "gone"])
+def test_a_damaged_stored_file_is_invalid(tmp_path: Path, damage: str) -> None:
+    """HS-16: whatever became of the stored files, loading them by digest says AdapterInvalid, nothing else."""
+    write(tmp_path, pairs(), config())
+    digest = content_digest(tmp_path)
+    load(tmp_path, SHAPE, torch.float32, max_rank=16, digest=digest)
+    weights = tmp_path / WEIGHTS_FILE
+    data = weights.read_bytes()
+    if damage == "flip":
+        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "cut":
+        weights.write_bytes(data[:-100])
+    elif damage == "config":
+        (tmp_path / CONFIG_FILE).write_text(
+            (tmp_path / CONFIG_FILE).read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
+        )
+    elif damage == "garbage":
+        weights.write_bytes(b"\x00garbage" * 100)
+    else:
+        weights.unlink()
+
+    with pytest.raises(AdapterInvalid):
+        load(tmp_path, SHAPE, torch.float32, max_rank=16, digest=digest)
+
+
+def test_without_a_digest_values_are_checked(tmp_path: Path) -> None:
+    """A directory that nobody committed gets the whole check."""
+    tensors = pairs()
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    write(tmp_path, tensors, config())
+
+    with pytest.raises(AdapterInvalid, match="NaN"):
+        load(tmp_path, SHAPE, torch.float32, max_rank=16)
+
+
+def test_the_engine_has_its_own_rank_limit(tmp_path: Path) -> None:
+    """AL-31: an adapter above the engine's limit is refused when it is loaded, before anything is packed."""
+    write(tmp_path, pairs(rank=8), config(rank=8))
+
+    with pytest.raises(AdapterTooLarge):
+        load(tmp_path, SHAPE, torch.float32, max_rank=4)

@@ -1,0 +1,244 @@
+"""`chorus serve` as a person starts it: real processes, real Redis, a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import stat
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.process import ChorusProcess, is_running, wait_for
+
+MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
+
+
+def client(server: ChorusProcess, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, timeout=60, max_retries=0)
+
+
+def ask(server: ChorusProcess, key: str, **options: object) -> str:
+    with client(server, key) as caller:
+        answer = caller.chat.completions.create(  # type: ignore[call-overload]
+            model="tiny-llama", messages=MESSAGES, max_tokens=8, temperature=0, **options
+        )
+    return str(answer.choices[0].message.content)
+
+
+def test_one_command_serves(serving: ChorusProcess) -> None:
+    """`chorus serve DIR`: prints the memory plan and where it listens, makes the admin key, answers."""
+    key = serving.make_key("acme")
+
+    assert ask(serving, key) == ask(serving, key)
+    assert serving.find(r"(KV .* tokens)")
+    assert f"kept in {serving.data_dir / 'admin.key'}): {serving.admin_key}" in serving.output
+    assert len(serving.pids("worker")) == 2
+    assert len(serving.pids("engine")) == len(serving.pids("redis")) == 1
+
+
+def test_secrets_and_sockets_are_ours_alone(serving: ChorusProcess) -> None:
+    """Admin key, pepper and every socket can be opened by this user only."""
+    run_dir = Path(serving.find(r"(/\S+)/redis\.sock")) if "redis.sock" in serving.output else serving.data_dir / "run"
+
+    for path in (serving.data_dir / "admin.key", serving.data_dir / "pepper", *run_dir.glob("*.sock")):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_port_in_use_is_one_line(serving: ChorusProcess, tiny_llama: Path) -> None:
+    """A port that is taken is refused at once, with what to do."""
+    port = serving.url.rsplit(":", 1)[1]
+    with ChorusProcess("serve", str(tiny_llama), "--port", port) as second:
+        assert second.wait_end() == 78
+
+    assert "choose another --host or --port" in second.lines[-1]
+
+
+def test_data_dir_in_use_is_one_line(serving: ChorusProcess, tiny_llama: Path) -> None:
+    """Two servers never share one data directory: the second one refuses, the first one goes on."""
+    with ChorusProcess("serve", str(tiny_llama), data_dir=serving.data_dir) as second:
+        assert second.wait_end() == 78
+
+    assert "choose another --data-dir" in second.lines[-1]
+    assert ask(serving, serving.make_key("second"))
+
+
+def test_what_cannot_fit_is_refused_with_what_does(tiny_llama: Path) -> None:
+    """Too little memory: no start, no restart loop, and a setting that would do."""
+    with ChorusProcess("serve", str(tiny_llama), "--kv-memory", "1kB") as server:
+        assert server.wait_end() == 78
+
+    assert "--kv-memory" in server.output
+    assert "starting it again" not in server.output
+
+
+def test_an_unknown_model_names_the_known_ones() -> None:
+    """A name that is no model is refused with those that are."""
+    with ChorusProcess("serve", "no-such-model") as server:
+        assert server.wait_end() == 78
+
+    assert "smollm2-135m-instruct" in server.lines[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopping_lets_streams_end(tiny_llama: Path, number: signal.Signals) -> None:
+    """SIGTERM or Ctrl-C in the middle of a stream: the stream ends whole, then everything stops, with status 0."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        key = server.wait_ready().make_key("acme")
+        children = list(server.children())
+        pieces: list[str] = []
+        with client(server, key) as caller:
+            stream = caller.chat.completions.create(
+                model="tiny-llama", messages=MESSAGES, max_tokens=400, temperature=1, stream=True,
+                extra_body={"ignore_eos": True}, stream_options={"include_usage": True},
+            )  # type: ignore[call-overload]  # fmt: skip
+            for chunk in stream:
+                if not pieces:
+                    server.process.send_signal(number)
+                pieces.append(chunk.choices[0].finish_reason if chunk.choices else chunk.usage.completion_tokens)
+
+        assert pieces[-1] == 400
+        assert "length" in pieces
+        assert server.wait_end() == 0
+        assert server.lines[-1] == "stopped"
+        assert not [pid for pid in children if is_running(pid)]
+
+
+def test_kill_9_of_the_parent_leaves_no_child(tiny_llama: Path) -> None:
+    """However the parent dies, Redis, engine and workers die too; and the next start finds all data."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        key = server.wait_ready().make_key("acme")
+        children = list(server.children())
+        assert len(children) >= 3
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: not [pid for pid in children if is_running(pid)], timeout_s=10)
+
+    with ChorusProcess("serve", str(tiny_llama), data_dir=server.data_dir) as again:
+        again.wait_ready()
+        assert "admin key" not in again.output
+        assert ask(again, key)
+
+
+@pytest.mark.parametrize("what", ["worker", "engine", "redis"])
+def test_a_killed_child_is_replaced(tiny_llama: Path, what: str) -> None:
+    """kill -9 of any child: another takes its place, and requests are answered again, with the same key."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        key = server.wait_ready().make_key("acme")
+        before = ask(server, key)
+        (pid,) = server.pids(what)
+        os.kill(pid, signal.SIGKILL)
+        server.wait_line(rf"{what} ended \(SIGKILL\); starting it again")
+
+        def answers() -> bool:
+            try:
+                return ask(server, key) == before
+            except (openai.APIConnectionError, openai.InternalServerError):
+                return False
+
+        wait_for(answers, timeout_s=60)
+        assert server.process.poll() is None
+
+
+def test_connections_wait_while_the_only_worker_is_replaced(tiny_llama: Path) -> None:
+    """The parent holds the listening socket: a caller that comes between two workers waits, and is answered."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        key = server.wait_ready().make_key("acme")
+        os.kill(server.pids("worker")[0], signal.SIGKILL)
+
+        assert ask(server, key)
+
+
+def test_without_redis_server_state_is_in_memory(tiny_llama: Path, tmp_path: Path) -> None:
+    """No redis-server: it warns, runs one worker whatever was asked, and answers."""
+    path = tmp_path / "bin"
+    path.mkdir()
+    with ChorusProcess("serve", str(tiny_llama), "--workers", "4", PATH=str(path)) as server:
+        server.wait_ready()
+
+        assert "redis-server is not installed" in server.output
+        assert len(server.children()) == 2
+        assert ask(server, server.make_key("acme"))
+
+
+def test_given_admin_key_is_not_written(tiny_llama: Path) -> None:
+    """CHORUS_ADMIN_KEY counts, and is neither shown nor kept."""
+    with ChorusProcess("serve", str(tiny_llama), CHORUS_ADMIN_KEY="from-outside") as server:
+        server.wait_ready()
+        found = httpx.get(f"{server.url}/admin/v1/tenants", headers={"Authorization": "Bearer from-outside"})
+
+        assert found.status_code == 200
+        assert "from-outside" not in server.output
+        assert not (server.data_dir / "admin.key").exists()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_the_two_halves_meet_over_tcp(tiny_llama: Path, redis_url: str, tmp_path: Path) -> None:
+    """`chorus engine` and `chorus gateway` on a TCP endpoint with a shared key; without the key neither starts."""
+    from engine.client import make_engine_key
+
+    link = {"CHORUS_ENGINE_ENDPOINTS": f"tcp://127.0.0.1:{free_port()}", "CHORUS_REDIS_URL": redis_url}
+    for half in ("engine", "gateway"):
+        with ChorusProcess(half, str(tiny_llama), **link) as refused:
+            assert refused.wait_end() == 78
+        assert "CHORUS_ENGINE_KEY" in refused.output
+
+    link["CHORUS_ENGINE_KEY"] = make_engine_key()
+    with (
+        ChorusProcess("engine", str(tiny_llama), data_dir=tmp_path, **link) as engine,
+        ChorusProcess("gateway", str(tiny_llama), data_dir=tmp_path, **link) as gateway,
+    ):
+        gateway.wait_ready()
+        assert ask(gateway, gateway.make_key("acme"))
+        assert not gateway.pids("redis")
+        engine.process.terminate()
+        assert engine.wait_end() == 0
+
+
+def test_a_second_signal_stops_at_once(tiny_llama: Path) -> None:
+    """Ctrl-C twice: no waiting for a stream that goes on."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        key = server.wait_ready().make_key("acme")
+        started, ended = threading.Event(), threading.Event()
+
+        def stream() -> None:
+            with client(server, key) as caller, contextlib.suppress(openai.APIError, httpx.HTTPError):
+                for _ in caller.chat.completions.create(
+                    model="tiny-llama", messages=MESSAGES, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+                ):  # type: ignore[call-overload]
+                    started.set()
+            ended.set()
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        assert started.wait(30)
+        server.process.send_signal(signal.SIGINT)
+        server.wait_line("stopping")
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGINT)
+
+        assert server.wait_end(15) == 0
+        thread.join(10)
+        assert ended.is_set()
+
+
+def test_nothing_is_left_in_the_temporary_directory(tiny_llama: Path, tmp_path: Path) -> None:
+    """A data directory with a path too long for sockets works all the same."""
+    deep = tmp_path.joinpath(*["directory-with-a-long-name"] * 5)
+    with ChorusProcess("serve", str(tiny_llama), data_dir=deep) as server:
+        server.wait_ready()
+
+        assert ask(server, server.make_key("acme"))
+    for run_dir in Path("/tmp").glob(f"chorus-{os.getuid()}-*"):
+        shutil.rmtree(run_dir, ignore_errors=True)
