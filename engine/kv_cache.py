@@ -66,7 +66,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
 class MemoryPlan:
     """How the memory of one engine is divided, decided before anything is allocated. str() is what start-up prints.
 
-    weights_bytes     of the model as the ops keep it (has_wide_weights: with fp32 copies beside the 16-bit ones)
+    weights_bytes     of the model as the ops keep it
     workspace_bytes   the process itself, activations and logits of the largest step
     adapter_bytes     the adapter arena; kv_bytes: the KV arena, num_blocks whole blocks
     max_model_len     prompt + output tokens of one choice
@@ -74,7 +74,6 @@ class MemoryPlan:
 
     device: str
     dtype: torch.dtype
-    has_wide_weights: bool
     available_bytes: int
     weights_bytes: int
     workspace_bytes: int
@@ -86,10 +85,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         num_tokens = self.num_blocks * self.block_size
-        wide = " + fp32 copies" if self.has_wide_weights else ""
         return (
             f"memory on {self.device}, {_size(self.available_bytes)} available: "
-            f"weights {_size(self.weights_bytes)} ({str(self.dtype).removeprefix('torch.')}{wide}), "
+            f"weights {_size(self.weights_bytes)} ({str(self.dtype).removeprefix('torch.')}), "
             f"adapters {_size(self.adapter_bytes)}, workspace {_size(self.workspace_bytes)}, "
             f"KV {_size(self.kv_bytes)} = {num_tokens} tokens = "
             f"{num_tokens / self.max_model_len:.1f} requests of {self.max_model_len} tokens"
@@ -104,10 +102,7 @@ def plan_memory(config: EngineConfig, model: ModelConfig, available_bytes: int |
     free = _free_bytes(device) if available_bytes is None else available_bytes
     limit = int(free * 0.9)
     workspace = _workspace_bytes(config, model)
-    weights = _weights_bytes(model, dtype, has_wide=False)
-    wide_weights = _weights_bytes(model, dtype, has_wide=True)
-    has_wide = device == "cpu" and dtype != torch.float32 and not _has_matrix_units() and wide_weights * 4 < limit
-    weights = wide_weights if has_wide else weights
+    weights = _weights_bytes(model, dtype)
     adapters = _adapter_bytes(config, model, device, limit - weights - workspace)
     room = limit - weights - workspace - adapters
     max_model_len, kv = _kv_bytes(config, model, dtype, room, is_shared=device == "cpu")
@@ -115,7 +110,6 @@ def plan_memory(config: EngineConfig, model: ModelConfig, available_bytes: int |
     return MemoryPlan(
         device=device,
         dtype=dtype,
-        has_wide_weights=has_wide,
         available_bytes=free,
         weights_bytes=weights,
         workspace_bytes=workspace,
@@ -148,11 +142,6 @@ def _device(name: str) -> str:
     return name
 
 
-def _has_matrix_units() -> bool:
-    """Whether this CPU multiplies 16-bit matrices faster than fp32 ones (AMX)."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
-
-
 def _free_bytes(device: str) -> int:
     """What this process may still take: of the card, or of the machine and its control group."""
     if device != "cpu":
@@ -165,11 +154,11 @@ def _free_bytes(device: str) -> int:
     return max(0, min(free))
 
 
-def _weights_bytes(model: ModelConfig, dtype: torch.dtype, has_wide: bool) -> int:
+def _weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Linears and head, packed, and the embedding table (a copy of its own even where it is tied to the head)."""
     embedding = model.vocab_size * model.hidden_size
     linears = model.num_layers * sum(out * inner for out, inner in model.linears.values()) + embedding
-    return (linears + embedding) * dtype.itemsize + (linears * 4 if has_wide else 0)
+    return (linears + embedding) * dtype.itemsize
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig) -> int:

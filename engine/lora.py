@@ -4,6 +4,7 @@ be placed or evicted is decided by adapters.residency."""
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ LoraPair = tuple[Tensor, Tensor]
 
 Table = tuple[tuple[LoraPair | None, ...], ...]
 """[layer][module] → pair, None where the adapter lacks it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Where a placed adapter lies now, until the next place() or evict().
+
+    arena_ptr   address of the first element of its extent
+    directory   int64 [layers, modules, fields] (see adapters.loader); offsets count from arena_ptr
+    """
+
+    arena_ptr: int
+    directory: Tensor
+    rank: int
 
 
 class LoraBank:
@@ -34,7 +48,7 @@ class LoraBank:
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
         self._extents: dict[int, tuple[int, int]] = {}  # slot → (first element, number of elements)
-        self._directories: dict[int, list[list[list[int]]]] = {}
+        self._directories: dict[int, Tensor] = {}
         self._tables: dict[int, Table] = {}
 
     @property
@@ -54,7 +68,7 @@ class LoraBank:
         self._arena[start : start + host.buffer.numel()].copy_(host.buffer)
         self._slots[digest] = slot
         self._extents[slot] = (start, size)
-        self._directories[slot] = host.directory.tolist()
+        self._directories[slot] = host.directory.contiguous()
         self._tables[slot] = self._table(slot)
 
     def evict(self, digest: str) -> None:
@@ -68,12 +82,19 @@ class LoraBank:
         slot = self._slots[digest]
         start, size = self._extents[slot]
         buffer = self._arena[start : start + size].to("cpu", copy=True)
-        directory = torch.tensor(self._directories[slot])
+        directory = self._directories[slot]
         return PackedAdapter(buffer, directory, buffer.nbytes, int(directory[:, :, RANK].max()))
 
     def slot(self, digest: str) -> int:
         """The slot of a placed adapter; KeyError if it isn't."""
         return self._slots[digest]
+
+    def placed(self, slot: int) -> Placed:
+        """Addresses of the adapter in `slot`, for ops that work on memory."""
+        start, _ = self._extents[slot]
+        directory = self._directories[slot]
+        address = self._arena.data_ptr() + start * self._arena.itemsize
+        return Placed(address, directory, int(directory[:, :, RANK].max()))
 
     def pair(self, slot: int, layer: int, module: int) -> LoraPair | None:
         """A and B of one linear of the adapter in `slot`, None where it lacks it."""
@@ -103,7 +124,7 @@ class LoraBank:
     def _table(self, slot: int) -> Table:
         return tuple(
             tuple(self._view(slot, fields, name) for fields, name in zip(modules, LINEARS, strict=True))
-            for modules in self._directories[slot]
+            for modules in self._directories[slot].tolist()
         )
 
     def _view(self, slot: int, fields: list[int], name: str) -> LoraPair | None:

@@ -72,13 +72,13 @@ class Transformer:
         ops, eps = self.ops, self.config.rms_norm_eps
         residual_TH = F.embedding(batch.tokens_T, self._embedding_VH).to(ops.activation_dtype)
         cos_TD, sin_TD = rotations(self._frequencies, batch.positions_T, ops.activation_dtype)
-        plan = ops.plan_attention(batch)
+        plan = ops.plan(batch)
         x_TH = torch.zeros_like(residual_TH)
         for index, layer in enumerate(self.layers):
             y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.input_norm, eps)
-            x_TH = self._attention(index, y_TH, batch, cache.layers[index], plan, cos_TD, sin_TD)
+            x_TH = self._attention(index, y_TH, batch.slots_T, cache.layers[index], plan, cos_TD, sin_TD)
             y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.post_norm, eps)
-            x_TH = self._mlp(index, y_TH, batch)
+            x_TH = self._mlp(index, y_TH, plan)
         return residual_TH + x_TH
 
     @torch.inference_mode()
@@ -88,10 +88,10 @@ class Transformer:
         return self.ops.linear(normal_RH, self._head.packed, self._head.bias).float()
 
     def _attention(
-        self, index: int, x_TH: Tensor, batch: ForwardBatch, cache: Tensor, plan: Any, cos_TD: Tensor, sin_TD: Tensor
+        self, index: int, x_TH: Tensor, slots_T: Tensor, cache: Tensor, plan: Any, cos_TD: Tensor, sin_TD: Tensor
     ) -> Tensor:
         layer, ops, config = self.layers[index], self.ops, self.config
-        qkv = self._linear(index, layer.qkv, x_TH, batch, self._qkv_slices)
+        qkv = self._linear(index, layer.qkv, x_TH, plan, self._qkv_slices)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         heads_TJD = qkv.view(len(qkv), num_rotated + config.num_kv_heads, config.head_dim)
         qk_TJD, v_TKD = heads_TJD[:, :num_rotated], heads_TJD[:, num_rotated:]
@@ -101,18 +101,17 @@ class Transformer:
             qk_TJD = torch.cat((q_TND, k_TKD), 1)
         qk_TJD = ops.rope(qk_TJD, cos_TD, sin_TD)
         q_TND, k_TKD = qk_TJD[:, :num_heads], qk_TJD[:, num_heads:]
-        ops.write_kv(k_TKD, v_TKD, cache, batch.slots_T)
+        ops.write_kv(k_TKD, v_TKD, cache, slots_T)
         attended = ops.attention(q_TND, cache, plan, self._scale, layer.window)
-        return self._linear(index, layer.o, attended, batch, self._o_slices)
+        return self._linear(index, layer.o, attended, plan, self._o_slices)
 
-    def _mlp(self, index: int, x_TH: Tensor, batch: ForwardBatch) -> Tensor:
+    def _mlp(self, index: int, x_TH: Tensor, plan: Any) -> Tensor:
         layer = self.layers[index]
-        gate_up = self._linear(index, layer.gate_up, x_TH, batch, self._gate_up_slices)
-        return self._linear(index, layer.down, self.ops.silu_mul(gate_up), batch, self._down_slices)
+        gate_up = self._linear(index, layer.gate_up, x_TH, plan, self._gate_up_slices)
+        return self._linear(index, layer.down, self.ops.silu_mul(gate_up), plan, self._down_slices)
 
-    def _linear(self, index: int, linear: Linear, x_TH: Tensor, batch: ForwardBatch, slices: LoraSlices) -> Tensor:
+    def _linear(self, index: int, linear: Linear, x_TH: Tensor, plan: Any, slices: LoraSlices) -> Tensor:
         """The base's linear for all tokens, then each adapter's part for its own."""
         y_TO = self.ops.linear(x_TH, linear.packed, linear.bias)
-        if batch.segments:
-            self.ops.lora(y_TO, x_TH, batch, index, slices)
+        self.ops.lora(y_TO, x_TH, plan, index, slices)
         return y_TO

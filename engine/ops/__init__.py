@@ -1,11 +1,13 @@
 """Ops: the handful of functions between the model and the kernels, each with its equation.
 
 Shape legend: T tokens of the step, H inputs of a linear, O its outputs, I intermediate size, N query heads, K key/value
-heads, D head size, S rows (sequences), R rank, B blocks. Implementations: reference (plain torch, the oracle), cpu.
+heads, D head size, S rows (sequences), R rank, B blocks. Implementations: reference (plain torch, the oracle), cpu (plain torch, made for
+a CPU), native (cpu.cpp).
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import ForwardBatch
+
+log = logging.getLogger(__name__)
 
 LoraSlices = tuple[tuple[int, int, int], ...]
 """Adapted parts of one (possibly fused) linear: (module index in adapters.spec.LINEARS, first column, end column)."""
@@ -38,7 +42,7 @@ class Ops(Protocol):
         """y[t] = W·x[t] + b."""
         ...
 
-    def lora(self, y_TO: Tensor, x_TH: Tensor, batch: ForwardBatch, layer: int, slices: LoraSlices) -> None:
+    def lora(self, y_TO: Tensor, x_TH: Tensor, plan: Any, layer: int, slices: LoraSlices) -> None:
         """y[t, c0:c1] += B(A·x[t]) for each slice (m, c0, c1), in place, with A [R, H] and B [O, R] (scale folded
         in) those of token t's adapter for (layer, m). Rows without an adapter, and modules it lacks, are untouched."""
         ...
@@ -67,8 +71,8 @@ class Ops(Protocol):
         multiplies what lies there by 0, and 0 · NaN would carry one tenant's overflow into another's answer."""
         ...
 
-    def plan_attention(self, batch: ForwardBatch) -> Any:
-        """Whatever `attention` needs to know about the batch, computed once for all layers."""
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Whatever `attention` and `lora` need to know about the batch, computed once for all layers."""
         ...
 
     def attention(self, q_TND: Tensor, cache: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:
@@ -82,9 +86,26 @@ KV_LIMIT = 65504.0
 """Keys and values are clamped to ± this (the largest fp16): far above what sound weights produce."""
 
 
-def create_ops(device: str, dtype: torch.dtype, has_wide_weights: bool = False) -> Ops:
-    """The ops for a device ("cpu", "cuda", "cuda:0", …). has_wide_weights: keep fp32 copies too, if they are faster."""
+def create_ops(device: str, dtype: torch.dtype, head_dim: int, block_size: int) -> Ops:
+    """The fastest ops for a device ("cpu", "cuda", "cuda:0", …) and a model: on a CPU the native ones in bf16, where a
+    compiler is at hand, else plain torch."""
     from engine.ops.cpu import CpuOps
     from engine.ops.reference import ReferenceOps
 
-    return CpuOps(dtype, has_wide_weights) if device == "cpu" else ReferenceOps(dtype)
+    if device != "cpu":
+        return ReferenceOps(dtype)
+    native = _native_ops(dtype, head_dim, block_size)
+    return CpuOps(dtype) if native is None else native
+
+
+def _native_ops(dtype: torch.dtype, head_dim: int, block_size: int) -> Ops | None:
+    from engine.ops import native
+    from engine.ops.compile import BuildError
+
+    if not native.supports(dtype, head_dim, block_size):
+        return None
+    try:
+        return native.NativeOps()
+    except BuildError as error:
+        log.warning("plain torch instead of the native CPU operations, several times slower: %s", error)
+        return None

@@ -46,7 +46,11 @@ def _library_path(compiler: str, cache_dir: Path | None) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
     parts = (SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _instruction_set().encode())
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-    for directory in (cache_dir, Path.home() / ".cache" / "chorus", Path(tempfile.gettempdir()) / f"chorus-{os.getuid()}"):
+    for directory in (
+        cache_dir,
+        Path.home() / ".cache" / "chorus",
+        Path(tempfile.gettempdir()) / f"chorus-{os.getuid()}",
+    ):
         if directory is None:
             continue
         try:

@@ -261,6 +261,26 @@ struct Attention {
   long ldo;
 };
 
+// out[r][0..C·L) += sum over the block's positions of weights[position][r] · values[position].
+template <int R, int C>
+INLINE void blend(float* out, long D, const float* weights, const uint32_t* values) {
+  vf acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = load<vf>(out + r * D + c * L);
+  for (int i = 0; i < BLOCK / 2; i++) {
+    vu pair[C];
+    for (int c = 0; c < C; c++) pair[c] = load<vu>(values + i * D + c * L);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) acc[r][c] += weights[2 * i * R + r] * low(pair[c]);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) acc[r][c] += weights[(2 * i + 1) * R + r] * high(pair[c]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(out + r * D + c * L, acc[r][c]);
+}
+
 // Rows [row, row + R) of a sequence's (token, head of the group) pairs, for one KV head.
 template <int R>
 static void attend(const Attention& at, long s, long kv, long row, float* work) {
@@ -334,24 +354,10 @@ static void attend(const Attention& at, long s, long kv, long row, float* work) 
     for (int b = 0; b < GROUP / BLOCK; b++) {
       if (g + b * BLOCK >= last) break;
       const uint32_t* values = (const uint32_t*)(keys[b] + at.num_blocks * block_size);
-      for (long d = 0; d < D; d += 2 * L) {
-        vf acc[R][2];
-        for (int r = 0; r < R; r++)
-          for (int c = 0; c < 2; c++) acc[r][c] = load<vf>(out + r * D + d + c * L);
-#pragma GCC unroll 2
-        for (int i = 0; i < BLOCK / 2; i++) {
-          vu pair[2] = {load<vu>(values + i * D + d), load<vu>(values + i * D + d + L)};
-          const float* weight = p + (b * BLOCK + 2 * i) * R;
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++)
-            for (int c = 0; c < 2; c++) acc[r][c] += weight[r] * low(pair[c]);
-#pragma GCC unroll 16
-          for (int r = 0; r < R; r++)
-            for (int c = 0; c < 2; c++) acc[r][c] += weight[R + r] * high(pair[c]);
-        }
-        for (int r = 0; r < R; r++)
-          for (int c = 0; c < 2; c++) store(out + r * D + d + c * L, acc[r][c]);
-      }
+      const float* weights = p + b * BLOCK * R;
+      long d = 0;
+      for (; d + 2 * L <= D; d += 2 * L) blend<R, 2>(out + d, D, weights, values + d);
+      for (; d < D; d += L) blend<R, 1>(out + d, D, weights, values + d);
     }
   }
   for (int r = 0; r < R; r++) {
@@ -367,7 +373,7 @@ static void attend_any(int r, const Attention& at, long s, long kv, long row, fl
   if constexpr (R > 1) attend_any<R - 1>(r, at, s, kv, row, work);
 }
 
-// D must be a multiple of 2·L (64 for every common model is).
+// D must be a multiple of L.
 extern "C" void chorus_attention(const float* q, long ldq, long heads, long kv_heads, long D, const bf16* cache,
                                  long num_blocks, long S, const int64_t* starts, const int64_t* lengths,
                                  const int64_t* contexts, const int64_t* tables, long table_width, double scale,

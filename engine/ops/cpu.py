@@ -1,5 +1,5 @@
-"""CpuOps: the ops as a CPU likes them, in plain torch. Weights laid out once, decode attention of all rows at
-once, activations and adapters in fp32 (a small fp32 product takes 2 µs here, the same in bf16 20 µs)."""
+"""CpuOps: the ops as a CPU likes them, in plain torch: what runs in fp32, and where nothing native can be built.
+Weights laid out once, decode attention of all rows at once, activations and adapters in fp32."""
 
 from __future__ import annotations
 
@@ -12,50 +12,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import ForwardBatch, Ints
+from engine.ops import LoraSlices
 from engine.ops.reference import ReferenceOps
 
-WIDE_ABOVE = 8
-"""Tokens above which the fp32 copy of a weight is faster than the 16-bit one: below, its bytes are what costs."""
+TYPICAL_ROWS = 8
+"""Rows that the layout of packed weights is chosen for."""
 
 MIN_BUCKET = 8
 """Blocks up to which decode rows share one padded bucket; above it, a bucket holds rows within a factor of two."""
 
 
-@dataclass(frozen=True)
-class PackedLinear:
-    """One weight in the layout that each product likes: 16-bit as oneDNN blocks it, fp32 transposed to [H, O]."""
-
-    narrow_OH: Tensor | None
-    wide_HO: Tensor | None
-
-
 class CpuOps(ReferenceOps):
-    """`dtype` is how weights and KV are kept. Everything else is fp32, which is at least as exact.
+    """`dtype` is how weights and KV are kept. Everything else is fp32, which is at least as exact."""
 
-    has_wide_weights: keep an fp32 copy of 16-bit weights: without AMX, vdpbf16ps has half the rate of fp32 FMA.
-    """
-
-    def __init__(self, dtype: torch.dtype, has_wide_weights: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(torch.float32)
         self.weight_dtype = dtype
-        self._is_narrow = dtype != torch.float32
-        self._is_wide = has_wide_weights or not self._is_narrow
 
-    def pack_linear(self, weight_OH: Tensor) -> PackedLinear:
-        narrow = (
-            torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), WIDE_ABOVE) if self._is_narrow else None
-        )
-        return PackedLinear(narrow, weight_OH.t().to(torch.float32).contiguous() if self._is_wide else None)
+    def pack_linear(self, weight_OH: Tensor) -> Tensor:
+        if weight_OH.dtype == torch.float32:
+            return weight_OH.t().contiguous()
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), TYPICAL_ROWS)
+        return packed
 
-    def linear(self, x_TH: Tensor, packed: PackedLinear, bias_O: Tensor | None = None) -> Tensor:
-        narrow_OH, wide_HO = packed.narrow_OH, packed.wide_HO
-        if wide_HO is not None and (narrow_OH is None or len(x_TH) > WIDE_ABOVE):
-            return x_TH @ wide_HO if bias_O is None else torch.addmm(bias_O, x_TH, wide_HO)
-        assert narrow_OH is not None
-        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_TH.to(narrow_OH.dtype), narrow_OH, None, "none", [], ""
-        ).float()
+    def linear(self, x_TH: Tensor, packed: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        if packed.dtype == torch.float32:
+            return x_TH @ packed if bias_O is None else torch.addmm(bias_O, x_TH, packed)
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TH.to(packed.dtype), packed, None, "none", [], "").float()
         return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+    def lora(self, y_TO: Tensor, x_TH: Tensor, plan: AttentionPlan, layer: int, slices: LoraSlices) -> None:
+        super().lora(y_TO, x_TH, plan.batch, layer, slices)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
@@ -68,7 +55,7 @@ class CpuOps(ReferenceOps):
         gate, up = gate_up_T2I.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def plan_attention(self, batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
         return AttentionPlan(batch, self.weight_dtype)
 
     def attention(self, q_TND: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
@@ -116,13 +103,13 @@ class AttentionPlan:
 
     def __init__(self, batch: ForwardBatch, dtype: torch.dtype) -> None:
         self.block_size = batch.block_size
-        self._batch = batch
+        self.batch = batch
         self._hidden = torch.tensor(torch.finfo(dtype).min, dtype=dtype)  # finite: −inf − −inf would be NaN
         self._parts: dict[int | None, list[AttentionPart]] = {}
 
     def parts(self, window: int | None) -> list[AttentionPart]:
         if window not in self._parts:
-            is_decode = self._batch.lengths_S == 1
+            is_decode = self.batch.lengths_S == 1
             firsts_S = self._first_blocks(window)
             decodes = (
                 self._decode(rows, firsts_S, window) for rows in self._buckets(np.flatnonzero(is_decode), firsts_S)
@@ -133,7 +120,7 @@ class AttentionPlan:
 
     def _first_blocks(self, window: int | None) -> Ints:
         """The first block that any token of each row can see."""
-        batch = self._batch
+        batch = self.batch
         if window is None:
             return np.zeros_like(batch.contexts_S)
         firsts: Ints = np.maximum(batch.contexts_S - batch.lengths_S + 1 - window, 0) // self.block_size
@@ -141,12 +128,12 @@ class AttentionPlan:
 
     def _buckets(self, rows: Ints, firsts_S: Ints) -> list[Ints]:
         """Decode rows whose numbers of blocks are within a factor of two: padding costs at most the double."""
-        num_blocks = -(-self._batch.contexts_S[rows] // self.block_size) - firsts_S[rows]
+        num_blocks = -(-self.batch.contexts_S[rows] // self.block_size) - firsts_S[rows]
         classes = np.ceil(np.log2(np.maximum(num_blocks, MIN_BUCKET)))
         return [rows[classes == each] for each in np.unique(classes)]
 
     def _decode(self, rows: Ints, firsts_S: Ints, window: int | None) -> AttentionPart:
-        batch, block_size = self._batch, self.block_size
+        batch, block_size = self.batch, self.block_size
         contexts, firsts = batch.contexts_S[rows], firsts_S[rows]
         lasts = -(-contexts // block_size)
         columns = firsts[:, None] + np.arange(int((lasts - firsts).max()))
@@ -162,7 +149,7 @@ class AttentionPlan:
         )
 
     def _chunk(self, row: int, first: int, window: int | None) -> AttentionPart:
-        batch, block_size = self._batch, self.block_size
+        batch, block_size = self.batch, self.block_size
         start, length, context = int(batch.starts_S[row]), int(batch.lengths_S[row]), int(batch.contexts_S[row])
         blocks = torch.from_numpy(batch.tables_SB[row, first : -(-context // block_size)])
         keys = np.arange(first * block_size, context)

@@ -21,7 +21,7 @@ from engine.ops import LoraSlices
 from engine.ops.compile import load_library
 
 BLOCK_SIZE = 16
-HEAD_DIM_UNIT = 32
+HEAD_DIM_UNIT = 16
 MAX_RANK = 512
 
 
@@ -83,7 +83,6 @@ class NativeOps:
 
     def linear(self, x_TH: Tensor, packed: PackedLinear, bias_O: Tensor | None = None) -> Tensor:
         y_TO = torch.empty(x_TH.shape[0], packed.outputs)
-        bias_O = None if bias_O is None else bias_O.float()
         self._library.chorus_linear(
             _at(x_TH), c_long(x_TH.shape[0]), c_long(packed.inputs), c_long(x_TH.stride(0)), _at(packed.data),
             c_long(packed.outputs), _at(bias_O), _at(y_TO), c_long(packed.outputs),
@@ -91,6 +90,8 @@ class NativeOps:
         return y_TO
 
     def lora(self, y_TO: Tensor, x_TH: Tensor, plan: NativePlan, layer: int, slices: LoraSlices) -> None:
+        if not plan.segments:
+            return
         if slices not in self._slices:
             self._slices[slices] = (_Slice * len(slices))(*(_Slice(*each) for each in slices))
         self._library.chorus_lora(
@@ -111,7 +112,7 @@ class NativeOps:
         num_rows, size = rows.shape
         self._library.chorus_rms_norm(
             _at(rows), c_long(num_rows), c_long(size), c_long(rows.stride(0)), _at(residual), c_long(size),
-            _at(weight_H.float()), c_double(eps), _at(y), c_long(size),
+            _at(weight_H), c_double(eps), _at(y), c_long(size),
         )  # fmt: skip
         return y.view(x.shape)
 
@@ -148,7 +149,7 @@ class NativeOps:
             placed = [batch.bank.placed(segment.slot) for segment in batch.segments]
             segments = (_Segment * len(placed))(
                 *(
-                    _Segment(segment.start, segment.end, each.arena_ptr, each.directory.ctypes.data)
+                    _Segment(segment.start, segment.end, each.arena_ptr, each.directory.data_ptr())
                     for segment, each in zip(batch.segments, placed, strict=True)
                 )
             )

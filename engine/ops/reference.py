@@ -26,12 +26,12 @@ class ReferenceOps:
     def linear(self, x_TH: Tensor, packed: Any, bias_O: Tensor | None = None) -> Tensor:
         return F.linear(x_TH, packed, bias_O)
 
-    def lora(self, y_TO: Tensor, x_TH: Tensor, batch: ForwardBatch, layer: int, slices: LoraSlices) -> None:
-        for segment in batch.segments:
-            assert batch.bank is not None
+    def lora(self, y_TO: Tensor, x_TH: Tensor, plan: Any, layer: int, slices: LoraSlices) -> None:
+        for segment in plan.segments:
+            assert plan.bank is not None
             tokens = slice(segment.start, segment.end)
             for module, first, end in slices:
-                pair = batch.bank.pair(segment.slot, layer, module)
+                pair = plan.bank.pair(segment.slot, layer, module)
                 if pair is not None:
                     a_HR, b_RO = pair
                     y_TO[tokens, first:end].addmm_(x_TH[tokens] @ a_HR, b_RO)
@@ -57,7 +57,7 @@ class ReferenceOps:
         for part, new in zip(cache, (k_TKD, v_TKD), strict=True):
             part.index_copy_(0, slots_T, new.nan_to_num().clamp_(-KV_LIMIT, KV_LIMIT).to(cache.dtype))
 
-    def plan_attention(self, batch: ForwardBatch) -> Any:
+    def plan(self, batch: ForwardBatch) -> Any:
         return batch
 
     def attention(self, q_TND: Tensor, cache: Tensor, plan: Any, scale: float, window: int | None) -> Tensor:

@@ -102,12 +102,12 @@ def test_any_history_of_placing_and_evicting_keeps_every_adapter(history: list[t
         assert all(torch.equal(bank.read(digest).buffer, host.buffer) for digest, host in placed.items())
 
 
-@pytest.mark.parametrize("kind", ["cpu", "wide"])
+@pytest.mark.parametrize("kind", ["cpu", "native"])
 def test_base_rows_equal_a_model_without_adapters(tiny_llama: Path, kind: str) -> None:
     """SC-07: base rows beside adapter rows, after adapters were used and with adapters that have no rows, give the bits
     of the same batch without any adapter; adapter rows differ from them."""
     config = ModelConfig.from_dir(tiny_llama)
-    ops = create_ops("cpu", torch.float32 if kind == "cpu" else torch.bfloat16, has_wide_weights=True)
+    ops = create_ops("cpu", torch.float32 if kind == "cpu" else torch.bfloat16, 16, 16)
     model = load_model(tiny_llama, config, ops)
     bank = LoraBank(config.base_shape(), 1 << 22, ops.adapter_dtype)
     for index, rank in enumerate((2, 8, 64)):
@@ -136,7 +136,7 @@ def test_base_rows_equal_a_model_without_adapters(tiny_llama: Path, kind: str) -
 def test_adapter_rows_equal_a_model_with_merged_weights(tiny_llama: Path, tmp_path: Path) -> None:
     """All seven linears of every layer: base + adapter in one mixed batch give the logits of W + B·A, within 1e-4."""
     config = ModelConfig.from_dir(tiny_llama)
-    ops = create_ops("cpu", torch.float32)
+    ops = create_ops("cpu", torch.float32, 16, 16)
     bank = LoraBank(config.base_shape(), 1 << 22, torch.float32)
     bank.place("other", adapter(3, seed=2))
     bank.place("a", adapter(8, seed=1))
@@ -163,6 +163,6 @@ def test_adapter_rows_equal_a_model_with_merged_weights(tiny_llama: Path, tmp_pa
 def test_an_empty_step_runs(tiny_llama: Path) -> None:
     """SC-07: after a mass abort a step may hold no row."""
     config = ModelConfig.from_dir(tiny_llama)
-    ops = create_ops("cpu", torch.float32)
+    ops = create_ops("cpu", torch.float32, 16, 16)
 
     assert forward(load_model(tiny_llama, config, ops), KVCache(config, 4, BLOCK_SIZE, torch.float32), []) == []

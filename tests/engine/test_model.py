@@ -14,6 +14,8 @@ from engine.model.config import ModelConfig
 from engine.model.transformer import Transformer
 from engine.model.weights import load_model
 from engine.ops import Ops, create_ops
+from engine.ops.cpu import CpuOps
+from engine.ops.native import NativeOps
 from engine.ops.reference import ReferenceOps
 from tests.engine.forward import BLOCK_SIZE, Part, forward, make_sequence
 
@@ -65,7 +67,9 @@ def load(path: Path, ops: Ops) -> tuple[Transformer, KVCache]:
     return load_model(path, config, ops), KVCache(config, 64, BLOCK_SIZE, ops.weight_dtype)
 
 
-@pytest.mark.parametrize("ops", [ReferenceOps(torch.float32), create_ops("cpu", torch.float32)], ids=["ref", "cpu"])
+@pytest.mark.parametrize(
+    "ops", [ReferenceOps(torch.float32), create_ops("cpu", torch.float32, 16, 16)], ids=["ref", "cpu"]
+)
 def test_logits_equal_transformers(family: tuple[Path, list[int], Tensor], ops: Ops) -> None:
     """A whole prompt, and the same prompt in chunks and single tokens through paged KV: within 1e-4 everywhere."""
     path, prompt, wanted = family
@@ -80,7 +84,9 @@ def test_logits_equal_transformers(family: tuple[Path, list[int], Tensor], ops: 
     assert (in_parts - wanted).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("ops", [ReferenceOps(torch.float32), create_ops("cpu", torch.float32)], ids=["ref", "cpu"])
+@pytest.mark.parametrize(
+    "ops", [ReferenceOps(torch.float32), create_ops("cpu", torch.float32, 16, 16)], ids=["ref", "cpu"]
+)
 def test_rows_of_a_mixed_batch_do_not_see_each_other(family: tuple[Path, list[int], Tensor], ops: Ops) -> None:
     """One step holds decodes of very different lengths, a first chunk and a later one: each as if alone."""
     path, prompt, wanted = family
@@ -102,7 +108,7 @@ def test_rows_of_a_mixed_batch_do_not_see_each_other(family: tuple[Path, list[in
 def test_chunk_borders_change_nothing(family: tuple[Path, list[int], Tensor], chunk: int) -> None:
     """KV-06: whatever the chunk, on and beside block borders, the last logits are those of the whole prompt."""
     path, prompt, wanted = family
-    model, cache = load(path, create_ops("cpu", torch.float32))
+    model, cache = load(path, create_ops("cpu", torch.float32, 16, 16))
     sequence = make_sequence(prompt, [4, 8, 15, 16, 23])
 
     for start in range(0, PROMPT_LEN, chunk):
@@ -111,11 +117,11 @@ def test_chunk_borders_change_nothing(family: tuple[Path, list[int], Tensor], ch
     assert (logits[-1] - wanted[-1]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("has_wide_weights", [False, True])
-def test_bfloat16_is_close(family: tuple[Path, list[int], Tensor], has_wide_weights: bool) -> None:
-    """In bf16, with or without fp32 copies, logits stay within bf16's own noise of the fp32 ones."""
+@pytest.mark.parametrize("ops", [CpuOps(torch.bfloat16), NativeOps()], ids=["cpu", "native"])
+def test_bfloat16_is_close(family: tuple[Path, list[int], Tensor], ops: Ops) -> None:
+    """In bf16, logits stay within bf16's own noise of the fp32 ones."""
     path, prompt, wanted = family
-    model, cache = load(path, create_ops("cpu", torch.bfloat16, has_wide_weights))
+    model, cache = load(path, ops)
 
     (logits,) = forward(model, cache, [Part(make_sequence(prompt, [1, 2, 3, 4, 5]), 0, PROMPT_LEN)])
 
@@ -132,7 +138,7 @@ def test_demo_model_equals_transformers(demo_model: Path) -> None:
     prompt = torch.randint(0, oracle.config.vocab_size, (PROMPT_LEN,)).tolist()
     with torch.inference_mode():
         wanted = oracle(torch.tensor([prompt])).logits[0]
-    model, cache = load(demo_model, create_ops("cpu", torch.float32))
+    model, cache = load(demo_model, create_ops("cpu", torch.float32, 16, 16))
     whole, chunked = make_sequence(prompt, [9, 3, 40, 7, 22]), make_sequence(prompt, [1, 63, 2, 50, 5])
 
     (at_once,) = forward(model, cache, [Part(whole, 0, PROMPT_LEN)])

@@ -13,6 +13,8 @@ from engine.batch import ForwardBatch, build_batch
 from engine.lora import LoraBank
 from engine.model.config import ModelConfig
 from engine.ops import KV_LIMIT, LoraSlices, Ops, create_ops
+from engine.ops.cpu import CpuOps
+from engine.ops.native import NativeOps
 from engine.ops.reference import ReferenceOps
 from tests.engine.forward import BLOCK_SIZE, Part, make_sequence, random_adapter, step_of
 from tests.tiny import tiny_config
@@ -21,7 +23,7 @@ CONFIG = ModelConfig.from_dict(tiny_config(num_layers=2, hidden=64))
 SHAPE: BaseShape = CONFIG.base_shape()
 RANKS = (1, 2, 4, 8, 16, 64)
 QKV: LoraSlices = ((0, 0, 64), (1, 64, 96), (2, 96, 128))
-OPS = [ReferenceOps(torch.float32), create_ops("cpu", torch.float32)]
+OPS = [ReferenceOps(torch.float32), create_ops("cpu", torch.float32, 16, 16)]
 by_ops = pytest.mark.parametrize("ops", OPS, ids=["reference", "cpu"])
 
 
@@ -67,7 +69,7 @@ def naive_lora(y: Tensor, x: Tensor, batch: ForwardBatch, bank: LoraBank, layer:
         for module, first, end in slices:
             pair = bank.pair(slot, layer, module)
             if pair is not None:
-                out[token, first:end] += pair[1].t() @ (pair[0].t() @ x[token])
+                out[token, first:end] += pair[1].float().t() @ (pair[0].float().t() @ x[token])
     return out
 
 
@@ -87,7 +89,7 @@ def test_lora_equals_the_naive_loop(ops: Ops, kind: str, shape: str) -> None:
     wanted = naive_lora(y, x, batch, bank, 1, QKV)
 
     got = y.clone()
-    ops.lora(got, x, batch, 1, QKV)
+    ops.lora(got, x, ops.plan(batch), 1, QKV)
 
     assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     num_base = batch.segments[0].start if batch.segments else batch.num_tokens
@@ -105,7 +107,7 @@ def test_lora_leaves_modules_that_an_adapter_lacks(ops: Ops) -> None:
     y, x = torch.randn(5, 128), torch.randn(5, 64)
     got = y.clone()
 
-    ops.lora(got, x, batch, 0, QKV)
+    ops.lora(got, x, ops.plan(batch), 0, QKV)
 
     assert torch.equal(got[:, :64], y[:, :64])
     assert torch.equal(got[:, 96:], y[:, 96:])
@@ -160,7 +162,7 @@ def test_attention_equals_the_naive_loop(ops: Ops, spans: str, window: int | Non
     cache = torch.randn(2, 512 * BLOCK_SIZE, 2, 16, generator=draw)
     wanted = naive_attention(q, cache, batch, batch.positions_T.tolist(), 0.25, window)
 
-    got = ops.attention(q, cache, ops.plan_attention(batch), 0.25, window)
+    got = ops.attention(q, cache, ops.plan(batch), 0.25, window)
 
     assert (got - wanted).abs().max() <= 1e-5
 
@@ -184,7 +186,7 @@ def test_an_overflow_stays_with_its_owner(ops: Ops) -> None:
         ops.write_kv(k[:21], k[19:40], cache, torch.cat((torch.arange(18), torch.arange(32, 35))))
         assert cache.isfinite().all()
         assert cache.abs().max() <= KV_LIMIT
-        answers.append(ops.attention(q, cache, ops.plan_attention(batch), 0.25, None))
+        answers.append(ops.attention(q, cache, ops.plan(batch), 0.25, None))
 
     assert torch.equal(answers[0], answers[1])
 
@@ -212,10 +214,9 @@ def test_norms_and_activation_follow_their_equations(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 40])
-@pytest.mark.parametrize("has_wide_weights", [False, True])
-def test_packed_sixteen_bit_weights_give_the_same_product(num_tokens: int, has_wide_weights: bool) -> None:
-    """Whatever copy of a weight a batch size uses, the product is that of the bf16 weights up to bf16 rounding."""
-    ops = create_ops("cpu", torch.bfloat16, has_wide_weights)
+@pytest.mark.parametrize("ops", [CpuOps(torch.bfloat16), NativeOps()], ids=["cpu", "native"])
+def test_packed_sixteen_bit_weights_give_the_same_product(num_tokens: int, ops: Ops) -> None:
+    """The product of packed weights is that of the bf16 weights up to bf16 rounding."""
     x, matrix, bias = torch.randn(num_tokens, 64), torch.randn(96, 64).bfloat16(), torch.randn(96)
 
     got = ops.linear(x, ops.pack_linear(matrix), bias)

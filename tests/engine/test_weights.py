@@ -22,7 +22,7 @@ from tests.engine.forward import BLOCK_SIZE, Part, forward, make_sequence
 
 def logits(path: Path) -> Tensor:
     config = ModelConfig.from_dir(path)
-    model = load_model(path, config, create_ops("cpu", torch.float32))
+    model = load_model(path, config, create_ops("cpu", torch.float32, 16, 16))
     cache = KVCache(config, 4, BLOCK_SIZE, torch.float32)
     return forward(model, cache, [Part(make_sequence(list(range(3, 30)), [0, 1]), 0, 27)])[0]
 

@@ -1,0 +1,167 @@
+"""The native CPU operations against naive loops, at odd sizes too; and their promise that a row's bits depend
+on nothing but the row."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.batch import build_batch
+from engine.kv_cache import KVCache
+from engine.lora import LoraBank
+from engine.model.config import ModelConfig
+from engine.model.weights import load_model
+from engine.ops import compile as native_build
+from engine.ops import create_ops
+from engine.ops.cpu import CpuOps
+from engine.ops.native import NativeOps
+from tests.engine.forward import BLOCK_SIZE, Part, forward, make_sequence, random_adapter, step_of
+from tests.engine.test_ops import (
+    QKV,
+    SPANS,
+    attention_batch,
+    batch_of,
+    filled_bank,
+    naive_attention,
+    naive_lora,
+    popularity,
+)
+from tests.tiny import tiny_model
+
+OPS = NativeOps()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 12, 13, 25, 250, 500])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 17), (100, 63), (5, 1)])
+def test_linear(rows: int, outputs: int, inputs: int) -> None:
+    """W·x + b for any number of rows and any shape, and each row's bits are those that it has alone."""
+    draw = torch.Generator().manual_seed(rows)
+    weight = torch.randn(outputs, inputs, generator=draw).bfloat16()
+    x, bias = torch.randn(rows, inputs, generator=draw), torch.randn(outputs, generator=draw)
+    packed = OPS.pack_linear(weight)
+
+    got = OPS.linear(x, packed, bias)
+
+    assert torch.allclose(got.double(), x.double() @ weight.double().t() + bias, atol=1e-4)
+    assert torch.equal(got[-1:], OPS.linear(x[-1:].clone(), packed, bias))
+
+
+@pytest.mark.parametrize("kind", ["identical", "distinct", "uniform", "zipf"])
+@pytest.mark.parametrize("shape", ["decode", "mixed"])
+def test_lora(kind: str, shape: str) -> None:
+    """Mixed ranks, targets and base rows in one batch, whatever the popularity; base rows untouched bit for bit."""
+    bank = filled_bank(8, torch.bfloat16)
+    lengths = [1] * 24 if shape == "decode" else [1 + 5 * (row % 4) for row in range(24)]
+    batch = batch_of(popularity(kind, 24, 8), lengths, bank)
+    x, y = torch.randn(batch.num_tokens, 64), torch.randn(batch.num_tokens, 128)
+    got = y.clone()
+
+    OPS.lora(got, x, OPS.plan(batch), 1, QKV)
+
+    num_base = batch.segments[0].start if batch.segments else batch.num_tokens
+    assert (got - naive_lora(y, x, batch, bank, 1, QKV)).abs().max() <= 2e-5
+    assert torch.equal(got[:num_base], y[:num_base])
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("window", [None, 7, 16, 50])
+@pytest.mark.parametrize("spans", SPANS)
+def test_attention(spans: str, window: int | None, head_dim: int) -> None:
+    """Decodes of any lengths, first and later chunks in one batch, with and without sliding window."""
+    draw = torch.Generator().manual_seed(2)
+    batch = attention_batch(SPANS[spans])
+    num_slots = 512 * BLOCK_SIZE
+    q = torch.randn(batch.num_tokens, 6, head_dim, generator=draw)
+    plain = torch.randn(2, num_slots, 2, head_dim, generator=draw).bfloat16()
+    cache = torch.zeros(2, num_slots, 2, head_dim, dtype=torch.bfloat16)
+    OPS.write_kv(plain[0].float(), plain[1].float(), cache, torch.arange(num_slots))
+
+    got = OPS.attention(q, cache, OPS.plan(batch), 0.25, window)
+
+    wanted = naive_attention(q, plain.float(), batch, batch.positions_T.tolist(), 0.25, window)
+    assert (got - wanted).abs().max() <= 2e-5
+
+
+def test_an_overflow_stays_with_its_owner() -> None:
+    """NaN and Inf in somebody's keys and values change no bit of the answer of whoever gets the block next."""
+    k, q = torch.randn(40, 2, 16), torch.randn(2, 6, 16)
+    poison = torch.full((32, 2, 16), math.nan)
+    poison[::2] = math.inf
+    sequences = [make_sequence([1] * 18, [0, 1]), make_sequence([1] * 3, [2])]
+    batch = build_batch(step_of([Part(s, s.num_tokens - 1, s.num_tokens) for s in sequences]), None, BLOCK_SIZE)
+    answers = []
+    for is_poisoned in (False, True):
+        cache = torch.zeros(2, 4 * BLOCK_SIZE, 2, 16, dtype=torch.bfloat16)
+        if is_poisoned:
+            for start in (0, 32):
+                OPS.write_kv(poison, poison, cache, torch.arange(start, start + 32))
+        OPS.write_kv(k[:21], k[19:40], cache, torch.cat((torch.arange(18), torch.arange(32, 35))))
+        answers.append(OPS.attention(q, cache, OPS.plan(batch), 0.25, None))
+
+    assert torch.equal(*answers)
+    assert answers[0].isfinite().all()
+
+
+def test_small_ones() -> None:
+    """Norm, residual, SiLU·mul and rope equal torch, at widths that fill no whole vector too."""
+    reference = CpuOps(torch.float32)
+    for width in (16, 50, 576):
+        x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+        assert torch.allclose(OPS.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=1e-5)
+        got, added = OPS.add_rms_norm(x, residual.clone(), weight, 1e-5)
+        assert torch.equal(added, residual + x)
+        assert torch.allclose(got, reference.rms_norm(added, weight, 1e-5), atol=1e-5)
+        wide = torch.cat((x * 30, residual), 1)
+        assert torch.allclose(OPS.silu_mul(wide), reference.silu_mul(wide.clone()), rtol=1e-5, atol=1e-6)
+    heads, angles = torch.randn(5, 6, 16), torch.randn(5, 8)
+    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
+    assert torch.allclose(OPS.rope(heads.clone(), cos, sin), reference.rope(heads, cos, sin), atol=1e-5)
+    extremes = torch.tensor([[-200.0, -88.0, 0.0, 88.0, 200.0, math.inf] * 4 + [1.0] * 24])
+    assert OPS.silu_mul(extremes)[:, :5].isfinite().all()
+
+
+def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path) -> None:
+    """Logits of a sequence are equal bit for bit alone and beside others, in one prompt and in chunks of any size."""
+    config = ModelConfig.from_dir(tiny_model(tmp_path, num_layers=2))
+    model = load_model(tmp_path, config, OPS)
+    bank = LoraBank(config.base_shape(), 1 << 22, OPS.adapter_dtype)
+    ranks = {(layer, name): 8 for layer in range(2) for name in ("q_proj", "v_proj", "down_proj")}
+    bank.place("a", random_adapter(config.base_shape(), ranks, seed=1, dtype=torch.bfloat16))
+    tokens = [(11 * position) % 300 for position in range(70)]
+    answers = []
+    for others, chunk in ((0, 70), (0, 1), (3, 7), (20, 33), (40, 64)):
+        cache = KVCache(config, 512, BLOCK_SIZE, OPS.weight_dtype)
+        row = make_sequence(tokens, [0, 1, 2, 3, 4], "a")
+        logits = []
+        for start in range(0, 70, chunk):
+            end = min(start + chunk, 70)
+            beside = [make_sequence([5 + n] * (start + 1 + n), [*range(10 + 9 * n, 19 + 9 * n)], "a" if n % 2 else None)
+                      for n in range(others)]  # fmt: skip
+            parts = [Part(row, start, end), *(Part(each, 0, each.num_tokens) for each in beside)]
+            logits.append(forward(model, cache, parts, bank)[0])
+        answers.append(torch.cat(logits))
+
+    assert all(torch.equal(answers[0], each) for each in answers[1:])
+
+
+def test_without_a_compiler_plain_torch_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Where nothing can be built, the model still runs, and the log says why it is slow and what to install."""
+    monkeypatch.setattr(native_build, "COMPILERS", ("no-such-compiler",))
+
+    ops = create_ops("cpu", torch.bfloat16, 64, 16)
+
+    assert isinstance(ops, CpuOps)
+    assert "install g++" in caplog.text
+
+
+def test_a_failing_compiler_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the compiler says is in the error; no half-written library stays."""
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-no-such-flag"))
+
+    with pytest.raises(native_build.BuildError, match="no-such-flag"):
+        native_build.load_library(tmp_path)
+
+    assert not list(tmp_path.iterdir())
