@@ -1,8 +1,8 @@
 """Ops: the handful of functions between the model and the kernels, each with its equation.
 
 Shape legend: T tokens of the step, H inputs of a linear, O its outputs, I intermediate size, N query heads, K key/value
-heads, D head size, S rows (sequences), R rank, B blocks. Implementations: reference (plain torch, the oracle), cpu (plain torch, made for
-a CPU), native (cpu.cpp).
+heads, D head size, S rows (sequences), R rank, B blocks. Implementations: reference (plain torch, the oracle), cpu
+(plain torch, made for a CPU), native (cpu.cpp).
 """
 
 from __future__ import annotations
