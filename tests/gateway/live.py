@@ -1,0 +1,89 @@
+"""A gateway as clients meet it: the whole application on a real socket, with real stores and a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import AsyncOpenAI
+
+from engine.protocol import Generate
+from engine.text import Tokenizer
+from gateway.app import create_app
+from gateway.settings import Settings
+from tests.fakes import FakeEngine
+
+ADMIN_KEY = "an-admin-key-for-tests"
+EOS = 2  # <|im_end|> of the tiny model
+
+
+@dataclass
+class Live:
+    """A running gateway. What `answers` holds is said in turn, then "ok"."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    stack: AsyncExitStack
+    url: str = ""
+    answers: list[str] = field(default_factory=list)
+    engine: FakeEngine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = FakeEngine(self._reply)
+
+    def _reply(self, request: Generate) -> list[list[int]]:
+        text = self.answers.pop(0) if self.answers else "ok"
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), EOS]
+        return [ids[: request.params.max_tokens]] * request.params.n
+
+    def prompts(self) -> list[str]:
+        """What the engine was asked, as text."""
+        return [self.tokenizer.decode(request.prompt, skip_special_tokens=False) for request in self.engine.requests]
+
+    async def http(self, key: str = ADMIN_KEY) -> httpx.AsyncClient:
+        client = httpx.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        return await self.stack.enter_async_context(client)
+
+    async def openai(self, key: str, **options: Any) -> AsyncOpenAI:
+        client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **({"max_retries": 0} | options))
+        return await self.stack.enter_async_context(client)
+
+    async def key(self, tenant: str, *scopes: str) -> str:
+        """A key of `tenant`, which is made if it is new."""
+        admin = await self.http()
+        await admin.post("/admin/v1/tenants", json={"id": tenant})
+        body = {"name": "test", "scopes": list(scopes or ("inference",))}
+        answer = await admin.post(f"/admin/v1/tenants/{tenant}/keys", json=body)
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["key"])
+
+
+@asynccontextmanager
+async def serve(model: Path, data_dir: Path, database_url: str, redis_url: str, **settings: Any) -> AsyncIterator[Live]:
+    """A gateway on a free port of 127.0.0.1."""
+    chosen = Settings(
+        model=str(model), data_dir=data_dir, database_url=database_url, redis_url=redis_url, admin_key=ADMIN_KEY,
+        pepper="a-pepper-for-tests", served_name="tiny", **settings,
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        live = Live(chosen, Tokenizer(model), stack)
+        server = uvicorn.Server(
+            uvicorn.Config(create_app(chosen, live.engine), port=0, log_level="warning", ws="none", lifespan="on")
+        )
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            assert not task.done(), "the gateway did not start"
+            await asyncio.sleep(0.005)
+        live.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        try:
+            yield live
+        finally:
+            await stack.aclose()  # clients first: open connections would hold up the server
+            server.should_exit = True
+            await task
