@@ -94,9 +94,9 @@ def test_wrong_types_name_their_field(extra: dict[str, Any]) -> None:
 
 def test_pattern_values_are_as_strict_as_the_plain_ones() -> None:
     """AL-15: rank_pattern and alpha_pattern hold ranks and alphas."""
-    with pytest.raises(AdapterInvalid, match="rank_pattern.q_proj"):
+    with pytest.raises(AdapterInvalid, match=r"rank_pattern\.q_proj"):
         parse(rank_pattern={"q_proj": "4"})
-    with pytest.raises(AdapterInvalid, match="alpha_pattern.q_proj"):
+    with pytest.raises(AdapterInvalid, match=r"alpha_pattern\.q_proj"):
         parse(alpha_pattern={"q_proj": 0})
 
 

@@ -134,7 +134,8 @@ def test_sweep_takes_only_orphans(store: DirectoryStore) -> None:
     mine = fill(store.stage())
     code = (
         "import sys; from pathlib import Path; from adapters.storage import DirectoryStore;"
-        f"s = DirectoryStore(Path({str(store.root)!r})); print(s.stage()); print(s.stage(), flush=True); sys.stdin.read()"
+        f"s = DirectoryStore(Path({str(store.root)!r}));"
+        "print(s.stage()); print(s.stage(), flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
