@@ -24,7 +24,7 @@ from typing import Protocol
 
 from adapters.config import MAX_CONFIG_BYTES, canonical
 from adapters.header import open_regular
-from adapters.spec import AdapterInvalid, AdapterMissing
+from adapters.spec import AdapterError, AdapterInvalid, AdapterMissing
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -66,6 +66,7 @@ class DirectoryStore:
         self._store = root / "store"
         self._locks = root / "locks"
         self._held: dict[Path, int] = {}
+        self._sound: dict[str, tuple[tuple[int, int, int], ...]] = {}
         for directory in (self._stages, self._store, self._locks):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -118,10 +119,27 @@ class DirectoryStore:
         with self._lock(digest), suppress(FileNotFoundError):
             if grace_s > 0 and time.time() - path.stat().st_mtime < grace_s:
                 return False
+            self._sound.pop(digest, None)
             path.rename(self._stages / f"gone-{secrets.token_hex(16)}")
             _sync(self._store)
         self.sweep()
         return True
+
+    def problem(self, digest: str) -> str | None:
+        """Why what is stored is not what was committed; None if it is. Hashes once, and again when files changed."""
+        try:
+            directory = self.path(digest)
+            files = [(directory / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+            seen = tuple((file.st_mtime_ns, file.st_ctime_ns, file.st_size) for file in files)
+            if self._sound.get(digest) != seen:
+                if content_digest(directory) != digest:
+                    return "the stored files are no longer what was uploaded"
+                self._sound[digest] = seen
+        except AdapterError as error:
+            return error.message
+        except OSError as error:
+            return f"the stored files can't be read: {error.strerror}"
+        return None
 
     def digests(self) -> list[str]:
         """Everything that is stored."""
