@@ -42,6 +42,7 @@ class AdapterStore(Protocol):
     commit(stage)         → digest; atomic: either store/<digest>/ is whole, or nothing happened. The digest is
                           sha256(canonical config ‖ sha256(weights)); committing equal content again is a no-op
     path(digest)          the directory that holds its files (read only); AdapterMissing if there is none
+    problem(digest)       why what is stored is not what was committed; None if it is
     delete(digest, …)     gone, or was never there; False if it was committed (again) less than `grace_s` ago
     """
 
@@ -49,6 +50,7 @@ class AdapterStore(Protocol):
     def discard(self, stage: Path) -> None: ...
     def commit(self, stage: Path) -> str: ...
     def path(self, digest: str) -> Path: ...
+    def problem(self, digest: str) -> str | None: ...
     def delete(self, digest: str, grace_s: float = 0.0) -> bool: ...
 
 
@@ -126,7 +128,7 @@ class DirectoryStore:
         return True
 
     def problem(self, digest: str) -> str | None:
-        """Why what is stored is not what was committed; None if it is. Hashes once, and again when files changed."""
+        """Hashes once, and again when the files changed."""
         try:
             directory = self.path(digest)
             files = [(directory / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
