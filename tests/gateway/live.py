@@ -12,11 +12,14 @@ from typing import Any
 import httpx
 import uvicorn
 from openai import AsyncOpenAI
+from sqlalchemy import select
 
 from engine.protocol import Generate
 from engine.text import Tokenizer
 from gateway.app import create_app
 from gateway.settings import Settings
+from tenants.db import Database
+from tenants.models import AuditEntry
 from tests.fakes import FakeEngine
 
 ADMIN_KEY = "an-admin-key-for-tests"
@@ -45,6 +48,15 @@ class Live:
     def prompts(self) -> list[str]:
         """What the engine was asked, as text."""
         return [self.tokenizer.decode(request.prompt, skip_special_tokens=False) for request in self.engine.requests]
+
+    async def audit(self) -> list[AuditEntry]:
+        """The audit log, oldest first."""
+        database = Database(self.settings.database_url)
+        try:
+            async with database.session() as session:
+                return list(await session.scalars(select(AuditEntry).order_by(AuditEntry.id)))
+        finally:
+            await database.close()
 
     async def http(self, key: str = ADMIN_KEY) -> httpx.AsyncClient:
         client = httpx.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
