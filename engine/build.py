@@ -17,14 +17,13 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.intake import SchedulerConfig
-from engine.kv_cache import KVCache, MemoryPlan, plan_memory
+from engine.kv_cache import KVCache
 from engine.lanes import Lanes
 from engine.lora import LoraBank
+from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import ModelConfig
 from engine.model.weights import load_model
-from engine.ops import Ops
-from engine.ops.cpu import CpuOps
-from engine.ops.reference import ReferenceOps
+from engine.ops import create_ops
 from engine.protocol import Ready
 from engine.runner import ModelRunner
 from engine.sampler import Sampler
@@ -39,7 +38,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     model_config = ModelConfig.from_dir(config.model)
     plan = plan_memory(config, model_config)
     log.info("%s", plan)
-    ops = _ops(plan)
+    ops = create_ops(plan.device, plan.dtype, plan.has_wide_weights)
     model = load_model(config.model, model_config, ops, plan.device)
     cache = KVCache(model_config, plan.num_blocks, plan.block_size, ops.weight_dtype, plan.device)
     shape = model_config.base_shape()
@@ -50,12 +49,6 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     lanes = Lanes(config.max_waiting_per_lane)
     scheduler = Scheduler(_scheduler_config(config, model_config, plan), pool, residency, lanes)
     return EngineCore(scheduler, runner, residency, pool), _ready(config, model_config, plan)
-
-
-def _ops(plan: MemoryPlan) -> Ops:
-    if plan.device == "cpu":
-        return CpuOps(plan.dtype, plan.has_wide_weights)
-    return ReferenceOps(plan.dtype)
 
 
 def _fetch(config: EngineConfig, shape: BaseShape, dtype: torch.dtype) -> Callable[[AdapterRef], PackedAdapter]:
