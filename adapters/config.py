@@ -26,7 +26,7 @@ _APPLIED = frozenset(
 _TRAINING_ONLY = frozenset(
     ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
      "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-     "ensure_weight_tying", "runtime_config", "ephemeral_gpu_offload")
+     "ensure_weight_tying",  "runtime_config", "ephemeral_gpu_offload")
 )  # fmt: skip
 _MUST_BE_OFF = {
     "use_dora": ("unsupported_dora", "DoRA"),
@@ -34,7 +34,7 @@ _MUST_BE_OFF = {
     "modules_to_save": ("unsupported_modules_to_save", "whole modules beside LoRA"),
     "trainable_token_indices": ("unsupported_embedding", "trained token embeddings"),
 }
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Ways to initialise A and B that leave the base weights as they are; all others need a base that we don't have."""
 
 
