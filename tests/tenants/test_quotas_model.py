@@ -128,9 +128,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(["k1", "k2"]), prompt=st.integers(1, 3), more=st.integers(0, 6))
     def hold(self, key: str, prompt: int, more: int) -> None:
         self.count += 1
-        record = UsageRecord(
-            attempt_id=f"a{self.count}", tenant_id="acme", key_id=key, model="m", prompt_tokens=prompt
-        )
+        record = UsageRecord(attempt_id=f"a{self.count}", tenant_id="acme", key_id=key, model="m", prompt_tokens=prompt)
         cost = {"requests": 1, "tokens": prompt + more}
         levels, is_refused = {}, False
         for owner in ("tenant", key):
@@ -210,7 +208,7 @@ class QuotaMachine(RuleBasedStateMachine):
         attempt.is_leased = True
 
     @precondition(lambda self: self.attempts)
-    @rule(index=st.integers(0, 50), completion=st.integers(0, 9), repeats=st.integers(1, 2))
+    @rule(index=st.integers(0, 50), completion=st.integers(0, 30), repeats=st.integers(1, 2))
     def settle(self, index: int, completion: int, repeats: int) -> None:
         """Tokens are corrected and the lease released once; the entry may come twice, it is the same."""
         name, attempt = self._some(index)
