@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from sqlalchemy import select
 
 from engine.protocol import Generate
@@ -36,9 +36,17 @@ class Live:
     url: str = ""
     answers: list[str] = field(default_factory=list)
     engine: FakeEngine = field(init=False)
+    clients: dict[str, httpx.AsyncClient] = field(default_factory=dict)
+    keys: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.engine = FakeEngine(self._reply)
+
+    def reset(self) -> None:
+        """The engine as it was at the start, for the next test on the same gateway."""
+        self.answers.clear()
+        self.engine.__init__(self._reply)  # type: ignore[misc]
+        self.engine.__dict__.pop("generate", None)
 
     def _reply(self, request: Generate) -> list[list[int]]:
         text = self.answers.pop(0) if self.answers else "ok"
@@ -59,21 +67,30 @@ class Live:
             await database.close()
 
     async def http(self, key: str = ADMIN_KEY) -> httpx.AsyncClient:
-        client = httpx.AsyncClient(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
-        return await self.stack.enter_async_context(client)
+        """A client with this key; the same one for the same key."""
+        if key not in self.clients:
+            client = httpx.AsyncClient(
+                base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60, verify=False
+            )
+            self.clients[key] = await self.stack.enter_async_context(client)
+        return self.clients[key]
 
     async def openai(self, key: str, **options: Any) -> AsyncOpenAI:
-        client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **({"max_retries": 0} | options))
+        options = {"max_retries": 0, "http_client": DefaultAsyncHttpxClient(verify=False)} | options
+        client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
         return await self.stack.enter_async_context(client)
 
     async def key(self, tenant: str, *scopes: str) -> str:
-        """A key of `tenant`, which is made if it is new."""
+        """A key of `tenant`, which is made if it is new; the same one for the same scopes."""
+        if (tenant, *scopes) in self.keys:
+            return self.keys[tenant, *scopes]
         admin = await self.http()
         await admin.post("/admin/v1/tenants", json={"id": tenant})
         body = {"name": "test", "scopes": list(scopes or ("inference",))}
         answer = await admin.post(f"/admin/v1/tenants/{tenant}/keys", json=body)
         assert answer.status_code == 201, answer.text
-        return str(answer.json()["key"])
+        self.keys[tenant, *scopes] = str(answer.json()["key"])
+        return self.keys[tenant, *scopes]
 
 
 @asynccontextmanager

@@ -1,5 +1,5 @@
-"""ScriptedGeneration: an engine's answer as a test wants it: choices interleaved, logprobs, gates, faults in mid-stream;
-and readers of raw event streams."""
+"""Script: an engine's answers as a test wants them: choices interleaved, logprobs, gates, faults in mid-stream; and
+readers of raw event streams."""
 
 from __future__ import annotations
 

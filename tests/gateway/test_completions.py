@@ -9,6 +9,7 @@ import pytest
 from tests.gateway.live import Live
 from tests.gateway.scripted import Script, error_of, stream_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/completions"
 
 
@@ -16,11 +17,11 @@ def text_body(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": prompt, **fields}
 
 
-async def test_four_prompt_forms(live: Live) -> None:
+async def test_four_prompt_forms(server: Live) -> None:
     """T34: a string, strings, ids and lists of ids mean the same."""
-    script = Script().install(live)
-    client = await live.http(await live.key("acme"))
-    ids = live.tokenizer.encode("hello")
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
+    ids = server.tokenizer.encode("hello")
 
     for prompt in ("hello", ["hello"], ids, [ids]):
         answer = await client.post(PATH, json=text_body(prompt))
@@ -32,10 +33,10 @@ async def test_four_prompt_forms(live: Live) -> None:
     assert [request.prompt for request in script.requests] == [ids] * 4
 
 
-async def test_default_length_is_16(live: Live) -> None:
+async def test_default_length_is_16(server: Live) -> None:
     """T34: max_tokens absent or null is 16."""
-    script = Script().install(live)
-    client = await live.http(await live.key("acme"))
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
 
     await client.post(PATH, json=text_body())
     await client.post(PATH, json=text_body(max_tokens=None))
@@ -43,23 +44,23 @@ async def test_default_length_is_16(live: Live) -> None:
     assert [request.params.max_tokens for request in script.requests] == [16, 16]
 
 
-async def test_control_tokens_in_raw_prompts(live: Live) -> None:
+async def test_control_tokens_in_raw_prompts(server: Live) -> None:
     """Who writes a raw prompt owns all of it: control tokens in it are control tokens."""
-    script = Script().install(live)
-    client = await live.http(await live.key("acme"))
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
 
     await client.post(PATH, json=text_body("<|im_start|>user\nx<|im_end|>"))
 
-    assert [i for i in script.requests[0].prompt if live.tokenizer.is_special(i)] == [1, 2]
+    assert [i for i in script.requests[0].prompt if server.tokenizer.is_special(i)] == [1, 2]
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_choices_of_lists(live: Live, as_ids: bool) -> None:
+async def test_choices_of_lists(server: Live, as_ids: bool) -> None:
     """T35, SM-15: choice j of prompt i has index i·n + j, plain and in streams; usage sums over all."""
-    Script(["first", "second one"]).install(live)
-    client = await live.http(await live.key("acme"))
+    Script(["first", "second one"]).install(server)
+    client = await server.http(await server.key("acme"))
     texts = ["a", "b c", "hello"]
-    prompts = [live.tokenizer.encode(text) for text in texts] if as_ids else texts
+    prompts = [server.tokenizer.encode(text) for text in texts] if as_ids else texts
 
     plain = (await client.post(PATH, json=text_body(prompts, n=2))).json()
     chunks = await stream_of(client, PATH, text_body(prompts, n=2, stream_options={"include_usage": True}))
@@ -73,16 +74,16 @@ async def test_choices_of_lists(live: Live, as_ids: bool) -> None:
     ends = [chunk["choices"][0]["index"] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]]
     assert sorted(ends) == list(range(6))
     assert chunks[-1]["usage"] == plain["usage"]
-    assert plain["usage"]["prompt_tokens"] == sum(len(live.tokenizer.encode(text)) for text in texts)
-    per_prompt = sum(len(live.tokenizer.encode(text)) + 1 for text in ("first", "second one"))
+    assert plain["usage"]["prompt_tokens"] == sum(len(server.tokenizer.encode(text)) for text in texts)
+    per_prompt = sum(len(server.tokenizer.encode(text)) + 1 for text in ("first", "second one"))
     assert plain["usage"]["completion_tokens"] == 3 * per_prompt
 
 
 @pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["ok", ""], [[1], []]])
-async def test_empty_prompts(live: Live, prompt: Any) -> None:
+async def test_empty_prompts(server: Live, prompt: Any) -> None:
     """SM-06: one empty prompt fails the whole call with 400; nothing is asked of the engine."""
-    script = Script().install(live)
-    client = await live.http(await live.key("acme"))
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
 
     answer = await client.post(PATH, json=text_body(prompt))
 
@@ -124,26 +125,26 @@ async def test_empty_prompts(live: Live, prompt: Any) -> None:
         ({"prompt": ["a"] * 100, "n": 100}, "n"),
     ],
 )
-async def test_bad_values(live: Live, fields: dict[str, Any], param: str) -> None:
+async def test_bad_values(server: Live, fields: dict[str, Any], param: str) -> None:
     """SM-05, SM-16, T38: ids outside the vocabulary, odd biases and counts are 400, naming the parameter, and the
     engine never sees them."""
     if fields.get("prompt") == [384]:
-        live.engine.ready = type(live.engine.ready)(**{  # type: ignore[misc]
-            **{f: getattr(live.engine.ready, f) for f in live.engine.ready.__struct_fields__}, "vocab_size": 384,  # type: ignore[union-attr]
+        server.engine.ready = type(server.engine.ready)(**{  # type: ignore[misc]
+            **{f: getattr(server.engine.ready, f) for f in server.engine.ready.__struct_fields__}, "vocab_size": 384,  # type: ignore[union-attr]
         })  # fmt: skip
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     answer = await client.post(PATH, json=text_body(**{"prompt": "x", **fields}))
 
     assert answer.status_code == 400, answer.text
     assert (error_of(answer)["param"] or "").split("[")[0].split(".")[0] == param
-    assert not live.engine.requests
+    assert not server.engine.requests
 
 
-async def test_logprobs(live: Live) -> None:
+async def test_logprobs(server: Live) -> None:
     """SM-03: four lists of equal length; the chosen token is among the alternatives; offsets are those of the text."""
-    Script(["naïve 🚀"], size=2).install(live)
-    client = await live.http(await live.key("acme"))
+    Script(["naïve 🚀"], size=2).install(server)
+    client = await server.http(await server.key("acme"))
 
     choice = (await client.post(PATH, json=text_body(logprobs=2))).json()["choices"][0]
     chunks = await stream_of(client, PATH, text_body(logprobs=2))
@@ -161,10 +162,10 @@ async def test_logprobs(live: Live) -> None:
     assert {name: [value for part in parts for value in part[name]] for name in found} == found
 
 
-async def test_zero_logprobs(live: Live) -> None:
+async def test_zero_logprobs(server: Live) -> None:
     """SM-16: logprobs 0 gives the chosen token's own; without logprobs there are none."""
-    Script(["ab"]).install(live)
-    client = await live.http(await live.key("acme"))
+    Script(["ab"]).install(server)
+    client = await server.http(await server.key("acme"))
 
     zero = (await client.post(PATH, json=text_body(logprobs=0))).json()["choices"][0]["logprobs"]
     none = (await client.post(PATH, json=text_body())).json()["choices"][0]["logprobs"]
@@ -174,12 +175,12 @@ async def test_zero_logprobs(live: Live) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_scoring_a_prompt(live: Live, max_tokens: int) -> None:
+async def test_scoring_a_prompt(server: Live, max_tokens: int) -> None:
     """T34: echo with logprobs gives those of the prompt, as evaluation harnesses ask for them; with max_tokens 0 only
     those, and no completion token is billed."""
-    Script(["xyz"]).install(live)
-    client = await live.http(await live.key("acme"))
-    ids = live.tokenizer.encode("hello world")
+    Script(["xyz"]).install(server)
+    client = await server.http(await server.key("acme"))
+    ids = server.tokenizer.encode("hello world")
 
     for prompt in ("hello world", ids):
         body = text_body(prompt, echo=True, logprobs=1, max_tokens=max_tokens)
@@ -193,17 +194,17 @@ async def test_scoring_a_prompt(live: Live, max_tokens: int) -> None:
         assert choice["logprobs"]["token_logprobs"][1] == -1.5
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
         assert choice["logprobs"]["text_offset"][: len(ids)] == [
-            len(live.tokenizer.decode(ids[:i])) for i in range(len(ids))
+            len(server.tokenizer.decode(ids[:i])) for i in range(len(ids))
         ]
         assert answer["usage"]["completion_tokens"] == max_tokens
         assert choice["finish_reason"] == "length"
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
 
 
-async def test_echo_of_several_choices(live: Live) -> None:
-    """T34, T35: each choice begins with its own prompt, with its logprobs, in streams too, whichever choice is first."""
-    Script(["one", "two"]).install(live)
-    client = await live.http(await live.key("acme"))
+async def test_echo_of_several_choices(server: Live) -> None:
+    """T34, T35: each choice begins with its own prompt and its logprobs, in streams too, whichever choice comes first."""
+    Script(["one", "two"]).install(server)
+    client = await server.http(await server.key("acme"))
     body = text_body(["hello", "the fox"], n=2, echo=True, logprobs=1)
 
     plain = (await client.post(PATH, json=body)).json()
@@ -217,10 +218,10 @@ async def test_echo_of_several_choices(live: Live) -> None:
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
-async def test_the_client_reads_it(live: Live) -> None:
+async def test_the_client_reads_it(server: Live) -> None:
     """The unmodified client: plain and streaming, with usage."""
-    Script(["some text"]).install(live)
-    client = await live.openai(await live.key("acme"))
+    Script(["some text"]).install(server)
+    client = await server.openai(await server.key("acme"))
 
     plain = await client.completions.create(model="tiny", prompt="x", logprobs=1, extra_body={"top_k": 3})
     stream = await client.completions.create(
@@ -233,13 +234,15 @@ async def test_the_client_reads_it(live: Live) -> None:
     assert chunks[-1].usage == plain.usage
 
 
-async def test_tokenize_and_detokenize(live: Live) -> None:
+async def test_tokenize_and_detokenize(server: Live) -> None:
     """vLLM's routes: the ids that inference would read, there and back; a model that is not there is 404."""
-    script = Script().install(live)
-    client = await live.http(await live.key("acme"))
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
     messages = [{"role": "user", "content": "naïve 🚀"}]
 
-    ids = (await client.post("/tokenize", json={"model": "tiny", "prompt": "naïve 🚀", "return_token_strs": True})).json()
+    ids = (
+        await client.post("/tokenize", json={"model": "tiny", "prompt": "naïve 🚀", "return_token_strs": True})
+    ).json()
     chat = (await client.post("/tokenize", json={"messages": messages})).json()
     back = (await client.post("/detokenize", json={"model": "tiny", "tokens": chat["tokens"]})).json()
     await client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
@@ -247,7 +250,7 @@ async def test_tokenize_and_detokenize(live: Live) -> None:
     bad = await client.post("/detokenize", json={"tokens": [2**40]})
     neither = await client.post("/tokenize", json={"model": "tiny"})
 
-    assert ids["tokens"] == live.tokenizer.encode("naïve 🚀")
+    assert ids["tokens"] == server.tokenizer.encode("naïve 🚀")
     assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"])
     assert chat["tokens"] == script.requests[0].prompt
     assert "naïve 🚀<|im_end|>" in back["prompt"]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from fastapi.routing import APIRoute
 
 from gateway.app import create_app
 from gateway.auth import PUBLIC, Requires
-from gateway.errors import ApiError, go_duration, json_path, rate_headers, retry_headers, to_api_error
 from gateway.settings import Settings
-from tenants.quotas import Window
 from tests.gateway.live import ADMIN_KEY, Live
 from tests.gateway.scripted import Script, chat, error_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/chat/completions"
 
 
@@ -45,11 +44,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/tokenize", "/admin/v1/tenants"])
-async def test_broken_bodies(live: Live, path: str) -> None:
+async def test_broken_bodies(server: Live, path: str) -> None:
     """HT-01, HT-02, T1: whatever is wrong with a body, the answer is 400 in the envelope, on every kind of route; the
     next call works and no lease is left."""
-    key = ADMIN_KEY if path.startswith("/admin") else await live.key("acme")
-    client = await live.http(key)
+    key = ADMIN_KEY if path.startswith("/admin") else await server.key("acme")
+    client = await server.http(key)
 
     for name, raw in BROKEN.items():
         answer = await client.post(path, content=raw, headers={"content-type": "application/json"})
@@ -59,12 +58,12 @@ async def test_broken_bodies(live: Live, path: str) -> None:
     assert empty.status_code == 400
     error_of(empty)
 
-    assert (await (await live.http(await live.key("acme"))).post(PATH, json=chat())).status_code == 200
+    assert (await (await server.http(await server.key("acme"))).post(PATH, json=chat())).status_code == 200
 
 
-async def test_large_bodies(live: Live) -> None:
+async def test_large_bodies(server: Live) -> None:
     """T3: a body above the limit is 413 from its Content-Length, and while it is read when there is none."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     async def endless() -> Any:
         for _ in range(100):
@@ -78,9 +77,9 @@ async def test_large_bodies(live: Live) -> None:
         assert error_of(answer)["code"] == "request_too_large"
 
 
-async def test_framework_errors(live: Live) -> None:
+async def test_framework_errors(server: Live) -> None:
     """T3, T51, HT-08: unknown routes, wrong methods and trailing slashes have the envelope too; nothing redirects."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     for method, path, status in [
         ("GET", "/nope", 404), ("PUT", "/v1/models", 405), ("GET", PATH, 405), ("GET", "/v1/chat/completions/", 404),
@@ -94,11 +93,11 @@ async def test_framework_errors(live: Live) -> None:
     assert head.status_code == 405
 
 
-async def test_the_clients_exceptions(live: Live) -> None:
+async def test_the_clients_exceptions(server: Live) -> None:
     """HT-08, T1, T2: openai-python maps our errors to its typed exceptions, with code and param."""
-    script = Script().install(live)
-    key = await live.key("acme")
-    client = await live.openai(key)
+    script = Script().install(server)
+    key = await server.key("acme")
+    client = await server.openai(key)
     messages: Any = [{"role": "user", "content": "x"}]
 
     with pytest.raises(openai.BadRequestError) as bad:
@@ -108,10 +107,10 @@ async def test_the_clients_exceptions(live: Live) -> None:
         await client.chat.completions.create(model="nope", messages=messages)
     assert lost.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError) as unknown:
-        await (await live.openai("wrong")).chat.completions.create(model="tiny", messages=messages)
+        await (await server.openai("wrong")).chat.completions.create(model="tiny", messages=messages)
     assert unknown.value.code == "invalid_api_key"
     with pytest.raises(openai.PermissionDeniedError):
-        await (await live.openai(ADMIN_KEY)).chat.completions.create(model="tiny", messages=messages)
+        await (await server.openai(ADMIN_KEY)).chat.completions.create(model="tiny", messages=messages)
     script.error = RuntimeError("a fault of ours")  # type: ignore[assignment]
     with pytest.raises(openai.InternalServerError) as ours:
         await client.chat.completions.create(model="tiny", messages=messages)
@@ -121,7 +120,8 @@ async def test_the_clients_exceptions(live: Live) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
         ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
         ({"top_k": 0.5}, "top_k"), ({"top_k": -2}, "top_k"), ({"min_p": 2}, "min_p"),
         ({"presence_penalty": 1e9}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
@@ -134,52 +134,56 @@ async def test_the_clients_exceptions(live: Live) -> None:
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
     ],
 )  # fmt: skip
-async def test_values_out_of_range(live: Live, fields: dict[str, Any], param: str) -> None:
+async def test_values_out_of_range(server: Live, fields: dict[str, Any], param: str) -> None:
     """SM-04, T38: 400 that names the parameter; the engine never hears of it."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     answer = await client.post(PATH, json=chat(**fields))
 
     assert answer.status_code == 400, answer.text
     assert (error_of(answer)["param"] or "").split(".")[0] == param
-    assert not live.engine.requests
+    assert not server.engine.requests
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 1e-6}, {"top_k": 10**7}, {"top_k": 0}, {"top_k": -1}, {"temperature": 0}])
-async def test_odd_values_that_mean_something(live: Live, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e-6}, {"top_k": 10**7}, {"top_k": 0}, {"top_k": -1}, {"temperature": 0}]
+)
+async def test_odd_values_that_mean_something(server: Live, fields: dict[str, Any]) -> None:
     """SM-04: a tiny temperature is greedy, a top_k above the vocabulary keeps all."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     assert (await client.post(PATH, json=chat(**fields))).status_code == 200
 
 
 REFUSED: dict[str, Any] = {
     "priority": 5, "cache_salt": "x", "kv_transfer_params": {}, "ec_transfer_params": {}, "vllm_xargs": {"a": 1},
-    "chat_template": "{{ 1 }}", "truncate_prompt_tokens": 5, "truncation_side": "left", "structured_outputs": {"json": {}},
+    "chat_template": "{{ 1 }}", "truncate_prompt_tokens": 5, "truncation_side": "left",
+    "structured_outputs": {"json": {}},
     "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "functions": [{"name": "f"}],
     "response_format": {"type": "json_object"}, "modalities": ["audio"], "audio": {"voice": "x"}, "store": True,
     "prediction": {"type": "content"}, "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low",
     "allowed_token_ids": [1], "bad_words": ["x"], "logprob_token_ids": [1], "documents": [{}], "use_beam_search": True,
-    "length_penalty": 2, "return_token_ids": True, "echo": True, "zzz_unknown": 1, "api_base": "http://x", "max_token": 5,
+    "length_penalty": 2, "return_token_ids": True, "echo": True, "zzz_unknown": 1,
+    "api_base": "http://x", "max_token": 5,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-async def test_fields_that_are_refused(live: Live, name: str) -> None:
-    """What Chorus does not do, what only the gateway may decide, and what nobody knows is 400 by name; never ignored."""
-    client = await live.http(await live.key("acme"))
+async def test_fields_that_are_refused(server: Live, name: str) -> None:
+    """What Chorus does not do, what only the gateway may decide, and what nobody knows is 400 by name."""
+    client = await server.http(await server.key("acme"))
 
     answer = await client.post(PATH, json=chat(**{name: REFUSED[name]}))
 
     assert answer.status_code == 400, answer.text
     assert (error_of(answer)["param"] or "").startswith(name)
-    assert not live.engine.requests
+    assert not server.engine.requests
 
 
-async def test_fields_that_ask_for_nothing(live: Live) -> None:
+async def test_fields_that_ask_for_nothing(server: Live) -> None:
     """SDKs and frameworks send defaults and hints: they are accepted."""
-    script = Script().install(live)
-    client = await live.http(await live.key("acme"))
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
 
     answer = await client.post(
         PATH,
@@ -196,9 +200,9 @@ async def test_fields_that_ask_for_nothing(live: Live) -> None:
     assert script.requests[0].priority == 1
 
 
-async def test_names_that_no_header_can_carry(live: Live) -> None:
+async def test_names_that_no_header_can_carry(server: Live) -> None:
     """HT-03: non-ASCII model names, ids and header bytes never break an answer."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     name = await client.post(PATH, json={**chat(), "model": "모델-α"})
     header = await client.post(
@@ -212,9 +216,9 @@ async def test_names_that_no_header_can_carry(live: Live) -> None:
     assert long.status_code in (200, 400, 431)
 
 
-async def test_headers_of_every_answer(live: Live) -> None:
+async def test_headers_of_every_answer(server: Live) -> None:
     """HT-06: every answer has an id of ours and OpenAI's headers; whose key it was is told."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     ids = set()
     for answer in (await client.post(PATH, json=chat()), await client.get("/nope"), await client.get("/livez")):
@@ -231,27 +235,50 @@ def routes() -> list[APIRoute]:
     return [route for route in app.routes if isinstance(route, APIRoute)]
 
 
-def test_every_route_declares_who_may_call_it() -> None:
+async def test_every_route_declares_who_may_call_it() -> None:
     """AU-01: no route but the public ones is without a scope, and those of /admin want the admin key."""
     for route in routes():
         scopes = {
-            dependency.call.scope for dependency in route.dependant.dependencies if isinstance(dependency.call, Requires)
+            dependency.call.scope
+            for dependency in route.dependant.dependencies
+            if isinstance(dependency.call, Requires)
         }
         assert scopes or route.path in PUBLIC, route.path
         if route.path.startswith(("/admin", "/metrics")):
             assert scopes == {"admin"}, route.path
 
 
-@pytest.mark.parametrize("authorization", [None, "Bearer ", "Bearer wrong", "Bearer chorus_live_abc_def_123", "Basic eDp5",
-                                           "Bearer a b", "chorus", "Bearer " + "x" * 5000])  # fmt: skip
-async def test_nothing_without_a_key(live: Live, authorization: str | None) -> None:
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "Bearer",
+        "Bearer wrong",
+        "Bearer chorus_live_a_b_1",
+        "Basic eDp5",
+        "Bearer a b",
+        "c",
+        "Bearer " + "x" * 5000,
+    ],
+)
+async def test_nothing_without_a_key(server: Live, authorization: str | None) -> None:
     """AU-01: without a good key every path, known or not, in every spelling and method, is 401; only the health checks
     answer."""
-    client = await live.http()
+    client = await server.stack.enter_async_context(httpx.AsyncClient(base_url=server.url, verify=False))
     headers = {} if authorization is None else {"authorization": authorization}
-    client.headers.pop("authorization")
     paths = {re.sub(r"{[^}]*}", "x", route.path) for route in routes()} - PUBLIC
-    paths |= {"/docs", "/openapi.json", "/redoc", "/nope", "//v1/models", "/v1/models/", "/V1/Models", "/livez/", "/", "/health/x"}
+    paths |= {
+        "/docs",
+        "/openapi.json",
+        "/redoc",
+        "/nope",
+        "//v1/models",
+        "/v1/models/",
+        "/V1/Models",
+        "/livez/",
+        "/",
+        "/health/x",
+    }
 
     for path in sorted(paths):
         for method in ("GET", "POST", "DELETE", "OPTIONS", "PUT"):
@@ -264,9 +291,9 @@ async def test_nothing_without_a_key(live: Live, authorization: str | None) -> N
     assert (await client.head("/v1/models", headers=headers)).status_code == 401
 
 
-async def test_keys_of_two_classes(live: Live) -> None:
+async def test_keys_of_two_classes(server: Live) -> None:
     """AU-02: a tenant's key is 403 on every admin route, the admin's on inference; the document needs any key."""
-    tenant, admin = await live.http(await live.key("acme")), await live.http()
+    tenant, admin = await server.http(await server.key("acme")), await server.http()
 
     for path in ("/admin/v1/tenants", "/metrics", "/admin/v1/usage"):
         assert (await tenant.get(path)).status_code == 403
@@ -277,14 +304,14 @@ async def test_keys_of_two_classes(live: Live) -> None:
         assert error_of(answer)["code"] == "insufficient_permissions"
     assert (await tenant.get("/openapi.json")).status_code == 200
     assert (await tenant.get("/version")).json()["version"]
-    writer = await live.http(await live.key("acme", "adapters:write"))
+    writer = await server.http(await server.key("acme", "adapters:write"))
     assert (await writer.post(PATH, json=chat())).status_code == 403
 
 
-async def test_two_authorizations_are_none(live: Live) -> None:
+async def test_two_authorizations_are_none(server: Live) -> None:
     """AU-01: two Authorization headers are refused rather than one of them chosen; a foreign organisation is, too."""
-    key = await live.key("acme")
-    client = await live.http(key)
+    key = await server.key("acme")
+    client = await server.http(key)
 
     two = await client.get("/v1/models", headers=[("authorization", f"Bearer {key}"), ("authorization", "Bearer x")])
     foreign = await client.get("/v1/models", headers={"openai-organization": "bolt"})
@@ -294,38 +321,12 @@ async def test_two_authorizations_are_none(live: Live) -> None:
     assert own.status_code == 200
 
 
-async def test_errors_under_load_leave_nothing(live: Live) -> None:
+async def test_errors_under_load_leave_nothing(server: Live) -> None:
     """HT-02: after fifty refused and fifty good calls nothing is held."""
-    client = await live.http(await live.key("acme"))
+    client = await server.http(await server.key("acme"))
 
     bad = [client.post(PATH, content=raw) for raw in list(BROKEN.values())[:10]]
     good = [client.post(PATH, json=chat()) for _ in range(20)]
     answers = await asyncio.gather(*bad, *good)
 
     assert [answer.status_code for answer in answers] == [400] * 10 + [200] * 20
-
-
-def test_durations() -> None:
-    """T31: reset headers are durations as Go prints them."""
-    assert [go_duration(s) for s in (0.012, 1, 1.5, 60, 360, 3661.25)] == ["12ms", "1s", "1.5s", "1m0s", "6m0s", "1h1m1.25s"]
-    headers = rate_headers({"requests": Window(5000, 4999, 0.012), "tokens": Window(160_000, -5, 0.009)})
-    assert headers == {
-        "x-ratelimit-limit-requests": "5000", "x-ratelimit-remaining-requests": "4999",
-        "x-ratelimit-reset-requests": "12ms", "x-ratelimit-limit-tokens": "160000",
-        "x-ratelimit-remaining-tokens": "0", "x-ratelimit-reset-tokens": "9ms",
-    }  # fmt: skip
-
-
-def test_retry_headers() -> None:
-    """T26: Retry-After is an integer of at least 1; retry-after-ms beside it."""
-    assert retry_headers(0.2) == {"retry-after": "1", "retry-after-ms": "200"}
-    assert retry_headers(2.1) == {"retry-after": "3", "retry-after-ms": "2100"}
-
-
-def test_paths_and_unknown_faults() -> None:
-    """T1: locations become JSON paths; an error that nobody knows tells nothing; quoted input is bounded."""
-    assert json_path(("messages", 0, "content", "str")) == "messages[0].content"
-    assert json_path(("prompt", "list[int]", 3)) == "prompt[3]"
-    assert "secret" not in to_api_error(KeyError("secret")).message
-    body = json.loads(ApiError(400, "x\ud800" + "y" * 5000).body())
-    assert len(body["error"]["message"]) == 1000
