@@ -85,7 +85,6 @@ def set_up(rest: Rest, adapters: list[Path]) -> dict[str, str]:
         except RestError as error:
             if error.status != CONFLICT:
                 raise
-    rest.close()
     return keys
 
 
