@@ -202,7 +202,7 @@ async def test_scoring_a_prompt(server: Live, max_tokens: int) -> None:
 
 
 async def test_echo_of_several_choices(server: Live) -> None:
-    """T34, T35: each choice begins with its own prompt and its logprobs, in streams too, whichever choice comes first."""
+    """T34, T35: each choice begins with its own prompt and its logprobs, in streams too, whichever one comes first."""
     Script(["one", "two"]).install(server)
     client = await server.http(await server.key("acme"))
     body = text_body(["hello", "the fox"], n=2, echo=True, logprobs=1)
