@@ -3,6 +3,7 @@ anything is read or allocated, with the nearest setting that does."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,8 +117,10 @@ def _free_bytes(device: str) -> int:
     """What this process may still take: of the card, or of the machine and its control group."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = [int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:"]
+    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where the kernel doesn't tell
+    if Path("/proc/meminfo").is_file():
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        free = [int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:"]
     for limit, usage in CGROUP_FILES:
         if limit.is_file() and usage.is_file() and limit.read_text().strip().isdigit():
             free.append(int(limit.read_text()) - int(usage.read_text()))

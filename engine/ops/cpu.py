@@ -23,7 +23,8 @@ MIN_BUCKET = 8
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """One weight in the layout that each product likes: 16-bit as oneDNN blocks it, fp32 transposed to [H, O]."""
+    """One weight in the layout that each product likes: 16-bit (as oneDNN blocks it, where it can), and fp32 transposed
+    to [H, O]. At least one of them is there."""
 
     narrow_OH: Tensor | None
     wide_HO: Tensor | None
@@ -38,13 +39,14 @@ class CpuOps(ReferenceOps):
     def __init__(self, dtype: torch.dtype, has_wide_weights: bool = False) -> None:
         super().__init__(torch.float32)
         self.weight_dtype = dtype
-        self._is_narrow = dtype != torch.float32
-        self._is_wide = has_wide_weights or not self._is_narrow
+        self._has_onednn = has_onednn(dtype)
+        self._is_wide = has_wide_weights or dtype == torch.float32
+        self._is_narrow = self._has_onednn or not self._is_wide
 
     def pack_linear(self, weight_OH: Tensor) -> PackedLinear:
-        narrow = (
-            torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), WIDE_ABOVE) if self._is_narrow else None
-        )
+        narrow = weight_OH.contiguous() if self._is_narrow else None
+        if narrow is not None and self._has_onednn:
+            narrow = torch.ops.mkldnn._reorder_linear_weight(narrow, WIDE_ABOVE)
         return PackedLinear(narrow, weight_OH.t().to(torch.float32).contiguous() if self._is_wide else None)
 
     def linear(self, x_TH: Tensor, packed: PackedLinear, bias_O: Tensor | None = None) -> Tensor:
@@ -52,9 +54,12 @@ class CpuOps(ReferenceOps):
         if wide_HO is not None and (narrow_OH is None or len(x_TH) > WIDE_ABOVE):
             return x_TH @ wide_HO if bias_O is None else torch.addmm(bias_O, x_TH, wide_HO)
         assert narrow_OH is not None
-        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_TH.to(narrow_OH.dtype), narrow_OH, None, "none", [], ""
-        ).float()
+        x_TH = x_TH.to(narrow_OH.dtype)
+        if self._has_onednn:
+            y_TO = torch.ops.mkldnn._linear_pointwise(x_TH, narrow_OH, None, "none", [], "")
+        else:
+            y_TO = F.linear(x_TH, narrow_OH)
+        y_TO = y_TO.float()
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -174,6 +179,14 @@ class AttentionPlan:
 
     def _mask(self, is_hidden: NDArray[np.bool_]) -> Tensor:
         return torch.where(torch.from_numpy(is_hidden), self._hidden, self._hidden.new_zeros(()))
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs and multiplies weights of this 16-bit dtype here (AVX-512 or better)."""
+    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 def _indices(tokens: Ints) -> slice | Tensor:

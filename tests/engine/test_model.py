@@ -112,10 +112,13 @@ def test_chunk_borders_change_nothing(family: tuple[Path, list[int], Tensor], ch
 
 
 @pytest.mark.parametrize("has_wide_weights", [False, True])
-def test_bfloat16_is_close(family: tuple[Path, list[int], Tensor], has_wide_weights: bool) -> None:
-    """In bf16, with or without fp32 copies, logits stay within bf16's own noise of the fp32 ones."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_close(
+    family: tuple[Path, list[int], Tensor], dtype: torch.dtype, has_wide_weights: bool
+) -> None:
+    """In 16 bits, with or without fp32 copies, logits stay within bf16's own noise of the fp32 ones."""
     path, prompt, wanted = family
-    model, cache = load(path, create_ops("cpu", torch.bfloat16, has_wide_weights))
+    model, cache = load(path, create_ops("cpu", dtype, has_wide_weights))
 
     (logits,) = forward(model, cache, [Part(make_sequence(prompt, [1, 2, 3, 4, 5]), 0, PROMPT_LEN)])
 

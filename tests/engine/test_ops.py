@@ -213,10 +213,17 @@ def test_norms_and_activation_follow_their_equations(ops: Ops) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 40])
 @pytest.mark.parametrize("has_wide_weights", [False, True])
-def test_packed_sixteen_bit_weights_give_the_same_product(num_tokens: int, has_wide_weights: bool) -> None:
-    """Whatever copy of a weight a batch size uses, the product is that of the bf16 weights up to bf16 rounding."""
-    ops = create_ops("cpu", torch.bfloat16, has_wide_weights)
-    x, matrix, bias = torch.randn(num_tokens, 64), torch.randn(96, 64).bfloat16(), torch.randn(96)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_sixteen_bit_weights_give_the_same_product(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, has_wide_weights: bool, is_packed: bool, dtype: torch.dtype
+) -> None:
+    """Whatever copy of a weight a batch size uses, and on a CPU whose oneDNN has no 16-bit products too, the product
+    is that of the 16-bit weights up to their rounding."""
+    if not is_packed:
+        monkeypatch.setattr("engine.ops.cpu.has_onednn", lambda dtype: False)
+    ops = create_ops("cpu", dtype, has_wide_weights)
+    x, matrix, bias = torch.randn(num_tokens, 64), torch.randn(96, 64).to(dtype), torch.randn(96)
 
     got = ops.linear(x, ops.pack_linear(matrix), bias)
 
