@@ -55,6 +55,7 @@ class CpuOps(ReferenceOps):
             return x_TH @ wide_HO if bias_O is None else torch.addmm(bias_O, x_TH, wide_HO)
         assert narrow_OH is not None
         x_TH = x_TH.to(narrow_OH.dtype)
+        y_TO: Tensor
         if self._has_onednn:
             y_TO = torch.ops.mkldnn._linear_pointwise(x_TH, narrow_OH, None, "none", [], "")
         else:
@@ -183,7 +184,7 @@ class AttentionPlan:
 
 def has_onednn(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs and multiplies weights of this 16-bit dtype here (AVX-512 or better)."""
-    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():
+    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
