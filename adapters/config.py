@@ -26,7 +26,7 @@ _APPLIED = frozenset(
 _TRAINING_ONLY = frozenset(
     ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
      "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-     "ensure_weight_tying", "runtime_config", "ephemeral_gpu_offload")
+     "ensure_weight_tying",  "runtime_config", "ephemeral_gpu_offload")
 )  # fmt: skip
 _MUST_BE_OFF = {
     "use_dora": ("unsupported_dora", "DoRA"),
@@ -34,7 +34,7 @@ _MUST_BE_OFF = {
     "modules_to_save": ("unsupported_modules_to_save", "whole modules beside LoRA"),
     "trainable_token_indices": ("unsupported_embedding", "trained token embeddings"),
 }
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Ways to initialise A and B that leave the base weights as they are; all others need a base that we don't have."""
 
 
@@ -61,11 +61,8 @@ class LoraConfig:
 
 def parse_config(data: bytes) -> LoraConfig:
     """Raises AdapterInvalid, AdapterUnsupported or AdapterTooLarge, naming the key."""
-    if len(data) > MAX_CONFIG_BYTES:
-        raise AdapterTooLarge(
-            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {MAX_CONFIG_BYTES} are allowed"
-        )
     raw = _Fields(parse_json_object(data))
+    _spelled(raw)
     _check_kind(raw)
     _check_switches(raw)
     rank_pattern = raw.mapping("rank_pattern", _rank)
@@ -85,9 +82,15 @@ def parse_config(data: bytes) -> LoraConfig:
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8 without a byte order mark, no duplicate keys, no NaN. Raises AdapterInvalid."""
+    """Strict JSON: UTF-8 without a byte order mark, no duplicate keys, only finite numbers.
+
+    Raises AdapterInvalid, AdapterTooLarge.
+    """
+    _check_size(data)
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
     except RecursionError:
         _invalid(None, "is nested too deeply")
     except ValueError as error:
@@ -99,7 +102,21 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 def canonical(data: bytes) -> bytes:
     """The one spelling of this config: keys sorted, no spaces, ASCII. Equal meaning gives equal bytes."""
-    return json.dumps(parse_json_object(data), sort_keys=True, separators=(",", ":")).encode("ascii")
+    return _spelled(parse_json_object(data))
+
+
+def _spelled(value: dict[str, Any]) -> bytes:
+    """Stored and read again in this spelling, which may be longer than the one that came: the limit holds for both."""
+    data = json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+    _check_size(data)
+    return data
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_CONFIG_BYTES:
+        raise AdapterTooLarge(
+            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {MAX_CONFIG_BYTES} are allowed"
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -107,6 +124,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("the same key twice")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:

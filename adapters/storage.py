@@ -24,7 +24,7 @@ from typing import Protocol
 
 from adapters.config import MAX_CONFIG_BYTES, canonical
 from adapters.header import open_regular
-from adapters.spec import AdapterInvalid, AdapterMissing
+from adapters.spec import AdapterError, AdapterInvalid, AdapterMissing
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -42,6 +42,7 @@ class AdapterStore(Protocol):
     commit(stage)         → digest; atomic: either store/<digest>/ is whole, or nothing happened. The digest is
                           sha256(canonical config ‖ sha256(weights)); committing equal content again is a no-op
     path(digest)          the directory that holds its files (read only); AdapterMissing if there is none
+    problem(digest)       why what is stored is not what was committed; None if it is
     delete(digest, …)     gone, or was never there; False if it was committed (again) less than `grace_s` ago
     """
 
@@ -49,6 +50,7 @@ class AdapterStore(Protocol):
     def discard(self, stage: Path) -> None: ...
     def commit(self, stage: Path) -> str: ...
     def path(self, digest: str) -> Path: ...
+    def problem(self, digest: str) -> str | None: ...
     def delete(self, digest: str, grace_s: float = 0.0) -> bool: ...
 
 
@@ -66,6 +68,7 @@ class DirectoryStore:
         self._store = root / "store"
         self._locks = root / "locks"
         self._held: dict[Path, int] = {}
+        self._sound: dict[str, tuple[tuple[int, int, int], ...]] = {}
         for directory in (self._stages, self._store, self._locks):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -118,10 +121,27 @@ class DirectoryStore:
         with self._lock(digest), suppress(FileNotFoundError):
             if grace_s > 0 and time.time() - path.stat().st_mtime < grace_s:
                 return False
+            self._sound.pop(digest, None)
             path.rename(self._stages / f"gone-{secrets.token_hex(16)}")
             _sync(self._store)
         self.sweep()
         return True
+
+    def problem(self, digest: str) -> str | None:
+        """Hashes once, and again when the files changed."""
+        try:
+            directory = self.path(digest)
+            files = [(directory / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+            seen = tuple((file.st_mtime_ns, file.st_ctime_ns, file.st_size) for file in files)
+            if self._sound.get(digest) != seen:
+                if content_digest(directory) != digest:
+                    return "the stored files are no longer what was uploaded"
+                self._sound[digest] = seen
+        except AdapterError as error:
+            return error.message
+        except OSError as error:
+            return f"the stored files can't be read: {error.strerror}"
+        return None
 
     def digests(self) -> list[str]:
         """Everything that is stored."""

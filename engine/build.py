@@ -17,9 +17,10 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.intake import SchedulerConfig
-from engine.kv_cache import KVCache, MemoryPlan, plan_memory
+from engine.kv_cache import KVCache
 from engine.lanes import Lanes
 from engine.lora import LoraBank
+from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model.config import ModelConfig
 from engine.model.weights import load_model
 from engine.ops import create_ops

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal
 
@@ -59,11 +60,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="chorus-adapters-")
-        self._store = DirectoryStore(Path(self._directory.name))
-        self.config = EngineConfig(
+        config = EngineConfig(
             model=Path(model).expanduser(),
-            store_dir=Path(self._directory.name),
             device=device,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -76,10 +74,16 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
-        self._shape = ModelConfig.from_dir(self.config.model).base_shape()
-        self.tokenizer = Tokenizer(self.config.model)
-        self._core, self.ready = build_core(self.config)
+        self._shape = ModelConfig.from_dir(config.model).base_shape()
+        self.tokenizer = Tokenizer(config.model)
         self._ids = count()
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(TemporaryDirectory(prefix="chorus-adapters-")))
+            self._store = DirectoryStore(directory)
+            self.config = replace(config, store_dir=directory)
+            self._core, self.ready = build_core(self.config)
+            stack.callback(self._core.close)
+            self._at_close = stack.pop_all()
 
     @property
     def stats(self) -> Stats:
@@ -138,8 +142,8 @@ class LLM:
         self._store.delete(ref.digest)
 
     def close(self) -> None:
-        self._core.close()
-        self._directory.cleanup()
+        """Ends its threads and deletes its adapter store; the memory goes with the object."""
+        self._at_close.close()
 
     def __enter__(self) -> LLM:
         return self

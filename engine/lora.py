@@ -4,7 +4,7 @@ be placed or evicted is decided by adapters.residency."""
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,86 +19,121 @@ Table = tuple[tuple[LoraPair | None, ...], ...]
 """[layer][module] → pair, None where the adapter lacks it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """Where a placed adapter lies now, until the next place() or evict().
-
-    arena_ptr   address of the first element of its extent
-    directory   int64 [layers, modules, fields] (see adapters.loader); offsets count from arena_ptr
-    """
-
-    arena_ptr: int
-    directory: Tensor
-    rank: int
-
-
 class LoraBank:
-    """One arena; an adapter is one contiguous extent of it, at its true rank, and a directory of offsets.
+    """Adapters by slot: a small number that stands for a placed adapter until it is evicted; the lowest free one is
+    taken. An adapter is one contiguous buffer at its true rank and a directory of offsets.
 
-    A slot is a small number that stands for a placed adapter until it is evicted; the lowest free one is taken.
+    On a card, the buffers are extents of one arena of `budget_bytes`, and placing is one copy. On the CPU, host and
+    device are one tier: placing keeps the host's own buffer, and costs no copy.
     Placing and evicting happen between steps, never while a batch that was built before is still to run.
     """
 
     def __init__(
-        self, shape: BaseShape, budget_bytes: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        shape: BaseShape,
+        budget_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        has_arena: bool | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._shape = shape
-        self._arena = torch.empty(budget_bytes // dtype.itemsize // UNIT * UNIT, dtype=dtype, device=device)
+        self._dtype = dtype
+        if has_arena is None:
+            has_arena = torch.device(device).type != "cpu"
+        self._arena = Arena(budget_bytes // dtype.itemsize, dtype, device) if has_arena else None
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
-        self._extents: dict[int, tuple[int, int]] = {}  # slot → (first element, number of elements)
-        self._directories: dict[int, Tensor] = {}
+        self._hosts: dict[int, PackedAdapter] = {}  # with an arena, their buffers are views of it
         self._tables: dict[int, Table] = {}
 
     @property
     def used_bytes(self) -> int:
-        return sum(size for _, size in self._extents.values()) * self._arena.itemsize
+        return sum(host.size_bytes for host in self._hosts.values())
 
     def place(self, digest: str, host: PackedAdapter) -> None:
-        """Copies the adapter into the arena, compacting it first if the free bytes are scattered. The caller has made
-        sure that it fits."""
+        """Takes the adapter in. The caller has made sure that it fits the budget."""
         assert digest not in self._slots, "placed twice"
-        size = -(-host.buffer.numel() // UNIT) * UNIT
-        start = self._find(size)
-        if start is None:
-            start = self._compact()
-            assert start + size <= self._arena.numel(), "adapter memory overcommitted"
-        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._extents)
-        self._arena[start : start + host.buffer.numel()].copy_(host.buffer)
+        assert host.buffer.dtype == self._dtype, "an adapter loaded as another dtype than the bank's"
+        assert self.used_bytes + host.size_bytes <= self.budget_bytes, "adapter memory overcommitted"
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._hosts)
         self._slots[digest] = slot
-        self._extents[slot] = (start, size)
-        self._directories[slot] = host.directory.contiguous()
-        self._tables[slot] = self._table(slot)
+        self._hosts[slot] = host
+        if self._arena is not None:
+            moved = self._arena.take(slot, host.buffer.numel())
+            self._arena.view(slot).copy_(host.buffer)
+            for each in {slot, *moved}:
+                self._hosts[each] = replace(self._hosts[each], buffer=self._arena.view(each))
+                self._tables[each] = self._table(self._hosts[each])
+        else:
+            self._tables[slot] = self._table(host)
 
     def evict(self, digest: str) -> None:
-        """Frees the adapter's extent and slot."""
+        """Frees the adapter's memory and slot."""
         slot = self._slots.pop(digest)
-        del self._extents[slot], self._directories[slot], self._tables[slot]
+        del self._hosts[slot], self._tables[slot]
+        if self._arena is not None:
+            self._arena.free(slot)
         heapq.heappush(self._free_slots, slot)
 
     def read(self, digest: str) -> PackedAdapter:
-        """A copy of a placed adapter in host memory, equal to what was placed."""
-        slot = self._slots[digest]
-        start, size = self._extents[slot]
-        buffer = self._arena[start : start + size].to("cpu", copy=True)
-        directory = self._directories[slot]
-        return PackedAdapter(buffer, directory, buffer.nbytes, int(directory[:, :, RANK].max()))
+        """A placed adapter in host memory, equal to what was placed; stays whole when the adapter is evicted."""
+        host = self._hosts[self._slots[digest]]
+        return host if self._arena is None else replace(host, buffer=host.buffer.to("cpu", copy=True))
 
     def slot(self, digest: str) -> int:
         """The slot of a placed adapter; KeyError if it isn't."""
         return self._slots[digest]
 
-    def placed(self, slot: int) -> Placed:
-        """Addresses of the adapter in `slot`, for ops that work on memory."""
-        start, _ = self._extents[slot]
-        directory = self._directories[slot]
-        address = self._arena.data_ptr() + start * self._arena.itemsize
-        return Placed(address, directory, int(directory[:, :, RANK].max()))
+    def placed(self, slot: int) -> PackedAdapter:
+        """The adapter in `slot` where it lies now: its addresses are good until the next place() or evict()."""
+        return self._hosts[slot]
 
     def pair(self, slot: int, layer: int, module: int) -> LoraPair | None:
         """A and B of one linear of the adapter in `slot`, None where it lacks it."""
         return self._tables[slot][layer][module]
+
+    def _table(self, host: PackedAdapter) -> Table:
+        return tuple(
+            tuple(self._pair(host.buffer, fields, name) for fields, name in zip(modules, LINEARS, strict=True))
+            for modules in host.directory.tolist()
+        )
+
+    def _pair(self, buffer: Tensor, fields: list[int], name: str) -> LoraPair | None:
+        assert fields[FLAGS] == 0, "an adapter with parts that this bank does not know"
+        rank = fields[RANK]
+        if rank == 0:
+            return None
+        outputs, inputs = self._shape.linears[name]
+        a_start, b_start = fields[OFFSET_A] * UNIT, fields[OFFSET_B] * UNIT
+        a = buffer[a_start : a_start + rank * inputs].view(rank, inputs)
+        return a.t(), buffer[b_start : b_start + rank * outputs].view(rank, outputs)
+
+
+class Arena:
+    """One tensor divided into contiguous extents, each with a key; first fit, compacted where free elements are
+    scattered."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._memory = torch.empty(size, dtype=dtype, device=device)
+        self._extents: dict[int, tuple[int, int]] = {}  # key → (first element, number of elements)
+
+    def take(self, key: int, size: int) -> list[int]:
+        """Reserves `size` elements for `key`; they fit. Returns the keys whose extents moved to make room."""
+        start = self._find(size)
+        moved: list[int] = []
+        if start is None:
+            start, moved = self._compact()
+        assert start + size <= self._memory.numel(), "arena overcommitted"
+        self._extents[key] = (start, size)
+        return moved
+
+    def free(self, key: int) -> None:
+        del self._extents[key]
+
+    def view(self, key: int) -> Tensor:
+        start, size = self._extents[key]
+        return self._memory[start : start + size]
 
     def _find(self, size: int) -> int | None:
         """First gap that is large enough."""
@@ -107,33 +142,17 @@ class LoraBank:
             if start - end >= size:
                 return end
             end = start + length
-        return end if self._arena.numel() - end >= size else None
+        return end if self._memory.numel() - end >= size else None
 
-    def _compact(self) -> int:
-        """Moves all extents to the front, in order; returns the end of the last."""
+    def _compact(self) -> tuple[int, list[int]]:
+        """Moves all extents to the front, in order. Returns the end of the last, and which moved."""
         end = 0
-        for slot, (start, size) in sorted(self._extents.items(), key=lambda item: item[1]):
+        moved = []
+        for key, (start, size) in sorted(self._extents.items(), key=lambda item: item[1]):
             if start != end:
-                source = self._arena[start : start + size]
-                self._arena[end : end + size] = source.clone() if end + size > start else source
-                self._extents[slot] = (end, size)
-                self._tables[slot] = self._table(slot)
+                source = self._memory[start : start + size]
+                self._memory[end : end + size] = source.clone() if end + size > start else source
+                self._extents[key] = (end, size)
+                moved.append(key)
             end += size
-        return end
-
-    def _table(self, slot: int) -> Table:
-        return tuple(
-            tuple(self._view(slot, fields, name) for fields, name in zip(modules, LINEARS, strict=True))
-            for modules in self._directories[slot].tolist()
-        )
-
-    def _view(self, slot: int, fields: list[int], name: str) -> LoraPair | None:
-        assert fields[FLAGS] == 0, "an adapter with parts that this bank does not know"
-        rank = fields[RANK]
-        if rank == 0:
-            return None
-        outputs, inputs = self._shape.linears[name]
-        base = self._extents[slot][0]
-        a_start, b_start = base + fields[OFFSET_A] * UNIT, base + fields[OFFSET_B] * UNIT
-        a = self._arena[a_start : a_start + rank * inputs].view(rank, inputs)
-        return a.t(), self._arena[b_start : b_start + rank * outputs].view(rank, outputs)
+        return end, moved

@@ -37,7 +37,7 @@ def set_up_logging(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    for chatty in ("uvicorn", "httpx", "alembic"):
+    for chatty in ("uvicorn", "httpx", "httpx2", "alembic"):
         logging.getLogger(chatty).setLevel("WARNING" if settings.log_level == "info" else settings.log_level.upper())
 
 

@@ -211,7 +211,9 @@ def _from_validation(error: ValidationError) -> ApiError:
 def from_details(details: list[ErrorDetails]) -> ApiError:
     """The first thing that pydantic found, as OpenAI would say it. Unknown fields are named before wrong values."""
     first = min(details, key=lambda detail: detail["type"] != "extra_forbidden")
-    param = json_path(first["loc"])
+    if not first["loc"]:
+        return bad_request("The request body must be a JSON object.", code=None)
+    param = json_path(first["loc"]) or str(first["loc"][-1])[:64]
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unrecognized request argument supplied: {param}", param, "unsupported_parameter")
     if first["type"] == "missing":

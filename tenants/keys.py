@@ -146,8 +146,8 @@ class KeyRing:
         if verdict is None:
             return (await self._read(key_id, sha256, None)).answer()
         self._cache.move_to_end(sha256)
-        if not check_epoch and verdict.principal.generation == self._redis.generation:
-            return verdict.answer()
+        if not check_epoch and not verdict.is_suspended and verdict.principal.generation == self._redis.generation:
+            return verdict.answer()  # a suspension may have ended, and no hold() would tell
         epoch = await self._epochs.get(verdict.principal.tenant_id)
         if verdict.holds(epoch, self._redis.generation):
             return verdict.answer()

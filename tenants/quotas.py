@@ -169,11 +169,12 @@ class Quotas:
 
     async def sweep(self) -> int:
         """Settle every expired lease of every tenant. → how many. Raises RedisUnavailable."""
-        seconds, _ = await self._redis.time()
+        seconds, microseconds = await self._redis.time()
+        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
         tenants: list[tuple[str, float]] = await self._redis.zrange(ACTIVE, 0, -1, withscores=True)
         pipe = self._redis.pipeline(transaction=False)
         for tenant_id, _ in tenants:
-            pipe.zrangebyscore(TenantSlot(tenant_id).leases, "-inf", int(seconds) * 1000)
+            pipe.zrangebyscore(TenantSlot(tenant_id).leases, "-inf", now_ms)
         swept = 0
         for (tenant_id, seen_at), expired in zip(tenants, await pipe.execute() if tenants else [], strict=True):
             for attempt_id in expired:
@@ -249,7 +250,14 @@ class Quotas:
 
     async def _call_settle(self, hold: Hold, how: str, tokens: int, entry: bytes) -> str:
         keys = [*hold.lease_keys, hold.slot.usage, *(key for key, _ in hold.buckets)]
-        args: list[Argument] = ["settle", hold.record.attempt_id, how, tokens, entry, *(limit for _, limit in hold.buckets)]
+        args: list[Argument] = [
+            "settle",
+            hold.record.attempt_id,
+            how,
+            tokens,
+            entry,
+            *(limit for _, limit in hold.buckets),
+        ]
         reply: str = await self._script(self._redis, keys, args)
         return reply
 

@@ -115,8 +115,9 @@ def connect(url: str, max_connections: int = 32) -> Client:
     async def greet(connection: Any) -> None:
         await client.greet(connection)
 
+    # Time-outs are those of _answered(): the driver's own would cost a task per command and swallow cancellations.
     options = parse_url(url) | {
-        "decode_responses": True, "socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S, "retry": retry,
+        "decode_responses": True, "socket_timeout": None, "socket_connect_timeout": None, "retry": retry,
         "redis_connect_func": greet,
     }  # fmt: skip
     client = Client(connection_pool=BlockingConnectionPool(max_connections, timeout=ANSWER_S, **options))

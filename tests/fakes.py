@@ -134,6 +134,9 @@ class MemoryStore:
             raise AdapterMissing("adapter_missing", f"no adapter {digest}")
         return self._root / digest
 
+    def problem(self, digest: str) -> str | None:
+        return None
+
     def discard(self, stage: Path) -> None:
         shutil.rmtree(stage, ignore_errors=True)
 

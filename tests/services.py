@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -115,7 +115,7 @@ class PostgresServer:
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         command = [*self._as, str(self.bin / "postgres"), "-D", str(self.directory / "data"), *options]
         log = (self.directory / "log").open("ab")
-        self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.directory, start_new_session=True)
+        self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.directory)
         log.close()
         deadline = time.monotonic() + START_S
         while True:
@@ -127,14 +127,17 @@ class PostgresServer:
                 time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the server and all its backends."""
+        """To the server and all its backends (each has a process group of its own)."""
         assert self._process is not None
-        os.killpg(self._process.pid, number)
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        for pid in (self._process.pid, *map(int, children)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self) -> None:
         """kill -9; start() brings it back."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
 

@@ -30,14 +30,15 @@ class BuildError(Exception):
 
 def load_library(cache_dir: Path | None = None) -> ctypes.CDLL:
     """The compiled operations. Raises BuildError where there is no compiler, or it fails."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
+    compilers = [found for name in COMPILERS if (found := shutil.which(name))]
+    if not compilers:
         raise BuildError("no C++ compiler found (install g++)")
+    compiler = compilers[0]
     try:
-        path = _library_path(compiler, cache_dir)
-        if not path.exists():
-            _compile(compiler, path)
-        return ctypes.CDLL(str(path))
+        library = _library_path(compiler, cache_dir)
+        if not library.exists():
+            _compile(compiler, library)
+        return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler} could not build the native operations: {error}") from error
 

@@ -28,17 +28,27 @@ class CpuOps(ReferenceOps):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(torch.float32)
         self.weight_dtype = dtype
+        self._has_onednn = has_onednn(dtype)
 
     def pack_linear(self, weight_OH: Tensor) -> Tensor:
-        if weight_OH.dtype == torch.float32:
-            return weight_OH.t().contiguous()
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OH.contiguous(), TYPICAL_ROWS)
-        return packed
+        """fp32 transposed to [H, O]; 16-bit as oneDNN blocks it, where it can."""
+        if self.weight_dtype == torch.float32:
+            return weight_OH.t().float().contiguous()
+        weight_OH = weight_OH.contiguous()
+        if self._has_onednn:
+            weight_OH = torch.ops.mkldnn._reorder_linear_weight(weight_OH, TYPICAL_ROWS)
+        return weight_OH
 
     def linear(self, x_TH: Tensor, packed: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        if packed.dtype == torch.float32:
+        if self.weight_dtype == torch.float32:
             return x_TH @ packed if bias_O is None else torch.addmm(bias_O, x_TH, packed)
-        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TH.to(packed.dtype), packed, None, "none", [], "").float()
+        x_TH = x_TH.to(packed.dtype)
+        y_TO: Tensor
+        if self._has_onednn:
+            y_TO = torch.ops.mkldnn._linear_pointwise(x_TH, packed, None, "none", [], "")
+        else:
+            y_TO = F.linear(x_TH, packed)
+        y_TO = y_TO.float()
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
     def lora(self, y_TO: Tensor, x_TH: Tensor, plan: AttentionPlan, layer: int, slices: LoraSlices) -> None:
@@ -161,6 +171,14 @@ class AttentionPlan:
 
     def _mask(self, is_hidden: NDArray[np.bool_]) -> Tensor:
         return torch.where(torch.from_numpy(is_hidden), self._hidden, self._hidden.new_zeros(()))
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs and multiplies weights of this 16-bit dtype here (AVX-512 or better)."""
+    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 def _indices(tokens: Ints) -> slice | Tensor:

@@ -7,7 +7,6 @@ in any batch, chunked in any way.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_double, c_long, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -142,21 +141,22 @@ class NativeOps:
         )  # fmt: skip
 
     def plan(self, batch: ForwardBatch) -> NativePlan:
-        segments: Sequence[_Segment] = ()
+        segments: Any = ()
         max_rank = 1
         if batch.segments:
             assert batch.bank is not None
             placed = [batch.bank.placed(segment.slot) for segment in batch.segments]
             segments = (_Segment * len(placed))(
                 *(
-                    _Segment(segment.start, segment.end, each.arena_ptr, each.directory.data_ptr())
+                    _Segment(segment.start, segment.end, each.buffer.data_ptr(), each.directory.data_ptr())
                     for segment, each in zip(batch.segments, placed, strict=True)
                 )
             )
             max_rank = max(each.rank for each in placed)
         arrays = (batch.starts_S, batch.lengths_S, batch.contexts_S, batch.tables_SB)
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
-        return NativePlan(batch, *(array.ctypes.data for array in arrays), segments, max_rank)
+        starts, lengths, contexts, tables = (array.ctypes.data for array in arrays)
+        return NativePlan(batch, starts, lengths, contexts, tables, segments, max_rank)
 
     def attention(self, q_TND: Tensor, cache: Tensor, plan: NativePlan, scale: float, window: int | None) -> Tensor:
         num_tokens, heads, head_dim = q_TND.shape

@@ -29,12 +29,12 @@ class ReferenceOps:
     def lora(self, y_TO: Tensor, x_TH: Tensor, plan: Any, layer: int, slices: LoraSlices) -> None:
         for segment in plan.segments:
             assert plan.bank is not None
-            tokens = slice(segment.start, segment.end)
+            x, y = x_TH[segment.start : segment.end], y_TO[segment.start : segment.end]
             for module, first, end in slices:
                 pair = plan.bank.pair(segment.slot, layer, module)
                 if pair is not None:
                     a_HR, b_RO = pair
-                    y_TO[tokens, first:end].addmm_(x_TH[tokens] @ a_HR, b_RO)
+                    y[:, first:end].addmm_(torch.mm(x, a_HR), b_RO)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         wide = x_TH.float()

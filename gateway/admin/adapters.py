@@ -80,7 +80,7 @@ async def activate_version(request: Request, owner: Owner, name: str) -> JSONRes
 
 async def list_adapters(request: Request, owner: Owner, limit: Limit = 100, after: After = None) -> dict[str, Any]:
     found, has_more = await state_of(request).registry.page(owner, after, limit)
-    return page([as_object(adapter, adapter.version()) for adapter in found], has_more)
+    return page([await _with_health(request, adapter) for adapter in found], has_more)
 
 
 async def read_adapter(request: Request, owner: Owner, name: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ async def read_adapter(request: Request, owner: Owner, name: str) -> dict[str, A
         | {"is_current": version.version == adapter.current, "resident": _residency(state, version.digest)}
         for version in adapter.versions
     ]
-    return as_object(adapter, adapter.version()) | {"versions": versions}
+    return await _with_health(request, adapter) | {"versions": versions}
 
 
 async def delete_adapter(request: Request, owner: Owner, name: str) -> JSONResponse:
@@ -194,6 +194,14 @@ def as_object(adapter: Adapter, version: Version) -> dict[str, Any]:
         "status": "ready",
         "current_version": adapter.current,
     }
+
+
+async def _with_health(request: Request, adapter: Adapter) -> dict[str, Any]:
+    """The adapter in its current version; failed, with the reason, when its stored files are damaged."""
+    version = adapter.version()
+    problem = await asyncio.to_thread(state_of(request).store.problem, version.digest)
+    failed = {} if problem is None else {"status": "failed", "reason": problem}
+    return as_object(adapter, version) | failed
 
 
 def _version_object(version: Version) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from gateway.child import EX_CONFIG
 from gateway.cli import adapters, demo, health, serve, setup, tenants
 from gateway.cli.rest import RestError
 from gateway.processes import ChildFailed
-from tenants.db import StateUnavailable
 
 app = typer.Typer(
     name="chorus", help="One resident model, many voices: multi-LoRA, multi-tenant LLM serving.",
@@ -52,7 +51,7 @@ def run() -> None:
         sys.exit(_complain(error, EX_CONFIG))
     except ChildFailed as error:
         sys.exit(_complain(error, error.status))
-    except (RestError, StateUnavailable) as error:
+    except RestError as error:
         sys.exit(_complain(error, 1))
 
 

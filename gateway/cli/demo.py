@@ -16,12 +16,12 @@ from gateway.cli.options import GATEWAY, MODEL, with_settings
 from gateway.cli.rest import Rest, RestError
 from gateway.cli.serve import forever, prepare, run
 from gateway.settings import Settings
-from gateway.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from gateway.cli.burst import Burst, Chat
+    from gateway.supervisor import Supervisor
 
 MODEL_NAME = "smollm2-135m-instruct"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "adapters"
@@ -85,7 +85,6 @@ def set_up(rest: Rest, adapters: list[Path]) -> dict[str, str]:
         except RestError as error:
             if error.status != CONFLICT:
                 raise
-    rest.close()
     return keys
 
 

@@ -21,15 +21,17 @@ class RestError(Exception):
 
 
 class Rest:
-    """JSON in, JSON out, with the admin key. Raises RestError with the server's own words."""
+    """JSON in, JSON out, with the admin key; a connection per call. Raises RestError with the server's own words."""
 
     def __init__(self, url: str, admin_key: str) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx.Client(timeout=TIMEOUT, headers={"Authorization": f"Bearer {admin_key}"})
+        self._headers = {"Authorization": f"Bearer {admin_key}"}
 
     def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         try:
-            response = self._client.request(method, f"{self.url}/admin/v1/{path}", **content)
+            response = httpx.request(
+                method, f"{self.url}/admin/v1/{path}", headers=self._headers, timeout=TIMEOUT, **content
+            )
         except httpx.HTTPError as error:
             raise RestError(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
         if response.is_success:
@@ -59,9 +61,6 @@ class Rest:
                 "weights": (WEIGHTS_FILE, weights, "application/octet-stream"),
             }
             return self.call(method, path, files=files, **content)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def _reason(response: httpx.Response) -> str:

@@ -8,17 +8,20 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from importlib.metadata import version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.client import check_endpoint
 from engine.config import ConfigError
 from gateway.child import run_engine, set_up_logging
 from gateway.claims import make_run_dir, only_one
 from gateway.cli.options import GATEWAY, LINK, MODEL, PLACE, with_settings
 from gateway.cli.setup import ensure_model, migrate_database
 from gateway.settings import Settings, with_secrets
-from gateway.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from gateway.supervisor import Supervisor
 
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL|DIR", help="name or checkpoint directory", show_default=False)
@@ -96,6 +99,10 @@ async def forever(supervisor: Supervisor) -> None:
 async def run(settings: Settings, use: Callable[[Supervisor], Awaitable[None]], *, with_engine: bool = True) -> None:
     """Start, say that it is ready, `use` it; stop in order at the end of `use`, on SIGTERM or on Ctrl-C, and at once on
     the second of these. Raises ConfigError, ChildFailed."""
+    from gateway.supervisor import Supervisor
+
+    for endpoint in settings.engine_endpoints:
+        check_endpoint(endpoint, settings.engine_key or None)
     supervisor = Supervisor(settings, with_engine=with_engine)
     with _stopping_on_signals(supervisor) as signals:
         try:

@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from alembic.util import CommandError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from sqlalchemy import make_url
-from sqlalchemy.exc import SQLAlchemyError
 
-import migrations
 from engine.config import ConfigError
 from gateway.claims import make_run_dir
 from gateway.cli.options import PLACE, STATE, with_settings
 from gateway.settings import Settings, with_secrets
-from tenants.db import StateUnavailable
 
 
 def ensure_model(settings: Settings) -> Settings:
@@ -66,6 +61,12 @@ def migrate(
 
 def migrate_database(settings: Settings, revision: str = "head") -> None:
     """Up to the newest schema, or to the revision given, up or down. Raises ConfigError."""
+    from alembic.util import CommandError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    import migrations
+    from tenants.db import StateUnavailable
+
     move = migrations.downgrade if revision.startswith("-") or revision == "base" else migrations.upgrade
     try:
         move(settings.database_url, revision)
@@ -75,6 +76,9 @@ def migrate_database(settings: Settings, revision: str = "head") -> None:
 
 
 def without_password(url: str) -> str:
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import SQLAlchemyError
+
     try:
         return make_url(url).render_as_string(hide_password=True)
     except (SQLAlchemyError, ValueError):

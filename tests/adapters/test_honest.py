@@ -40,6 +40,7 @@ PLAIN: list[dict[str, Any]] = [
     {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
     {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False},
+    {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": "mica"},
 ]  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_adapters_of_headless_models_load(tmp_path: Path, tiny_llama: Path) -> N
         ({"layer_replication": [[0, 2], [1, 2]]}, "unsupported_option"),
         ({"init_lora_weights": "pissa"}, "unsupported_init"),
         ({"init_lora_weights": "olora"}, "unsupported_init"),
-        ({"init_lora_weights": "mica"}, "unsupported_init"),
+        ({"velora_config": {"num_groups": 4}}, "unsupported_option"),
     ],
 )
 def test_what_peft_can_and_we_can_not_is_refused(

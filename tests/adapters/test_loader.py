@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_layout(tmp_path: Path) -> None:
                 assert start * 2 % 64 == 0
                 extents.append((start, start + 3 * width))
     extents.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(extents, extents[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(extents))
     assert extents[-1][1] <= packed.buffer.numel()
 
 

@@ -121,6 +121,25 @@ def test_delete_keeps_what_was_committed_again(store: DirectoryStore) -> None:
         store.path(digest)
 
 
+def test_damage_is_told(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HS-16: of five stored adapters one was overwritten and one lost a file: these two say why, the others are sound,
+    and looking again costs no second reading."""
+    digests = [store.commit(fill(store.stage(), weights=b"%d" % number)) for number in range(5)]
+    assert [store.problem(digest) for digest in digests] == [None] * 5
+    bad, gone = store.path(digests[1]) / WEIGHTS_FILE, store.path(digests[2]) / CONFIG_FILE
+    bad.chmod(0o644)
+    bad.write_bytes(b"garbage")
+    gone.unlink()
+
+    found = [store.problem(digest) for digest in digests]
+
+    assert [problem is None for problem in found] == [True, False, False, True, True]
+    assert "no longer what was uploaded" in str(found[1])
+    assert store.problem("f" * 64) == "the store does not have this adapter"
+    monkeypatch.setattr("adapters.storage.content_digest", lambda _: pytest.fail("read twice"))
+    assert store.problem(digests[0]) is None
+
+
 def test_open_files_outlive_deletion(store: DirectoryStore) -> None:
     """Who has opened a stored file reads it to its end."""
     digest = store.commit(fill(store.stage(), weights=b"w" * 100_000))
@@ -134,7 +153,8 @@ def test_sweep_takes_only_orphans(store: DirectoryStore) -> None:
     mine = fill(store.stage())
     code = (
         "import sys; from pathlib import Path; from adapters.storage import DirectoryStore;"
-        f"s = DirectoryStore(Path({str(store.root)!r})); print(s.stage()); print(s.stage(), flush=True); sys.stdin.read()"
+        f"s = DirectoryStore(Path({str(store.root)!r}));"
+        "print(s.stage()); print(s.stage(), flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -55,7 +55,7 @@ def test_rank_and_alpha_patterns_match_as_peft_matches(patterns: dict[str, int])
     ours = targets(rank=3, rank_pattern=patterns, alpha_pattern=patterns)
 
     for _, name in KEYS:
-        expected = patterns.get(get_pattern_key(list(patterns), name), None)
+        expected = patterns.get(get_pattern_key(list(patterns), name))
         assert ours.rank(name) == (3 if expected is None else expected)
         assert ours.alpha(name) == (8 if expected is None else expected)
 

@@ -370,7 +370,7 @@ def test_bad_patterns_are_refused(tmp_path: Path, field: str) -> None:
 
 def test_slow_patterns_are_refused(tmp_path: Path) -> None:
     """A pattern whose matching costs more than a fraction of a second never reaches an engine."""
-    slow = "(?:" + ".*" * 6 + "Z|.*_proj)"
+    slow = "(?:" + ".*" * 7 + "Z|.*_proj)"
     started = time.monotonic()
 
     error = refused(tmp_path, pairs(), config(slow))

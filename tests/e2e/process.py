@@ -96,7 +96,7 @@ class ChorusProcess:
 
     @property
     def admin_key(self) -> str:
-        return (self.data_dir / "admin.key").read_text().strip()
+        return self._environ.get("CHORUS_ADMIN_KEY") or (self.data_dir / "admin.key").read_text().strip()
 
     @property
     def url(self) -> str:

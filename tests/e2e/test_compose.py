@@ -6,17 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from gateway.cli.app import app
 from gateway.settings import Settings
+from tests.e2e.process import ChorusProcess
+from tests.services import RedisServer
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OURS = [name for name, service in COMPOSE["services"].items() if service["image"].startswith("chorus")]
-NO_VARIABLES_OF_SETTINGS = {"CHORUS_PUBLISH", "CHORUS_CONFIG"}
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -91,3 +93,43 @@ def test_the_image_holds_every_package() -> None:
     for package in ("chorus", "gateway", "engine", "adapters", "tenants", "migrations"):
         assert f"COPY {package} {package}\n" in dockerfile
         assert f"!{package}" in ignored
+
+
+def composed(name: str, values: dict[str, str]) -> dict[str, str]:
+    """The environment of a service, with the variables of .env filled in."""
+
+    def fill(match: re.Match[str]) -> str:
+        return values.get(match[1]) or (match[3] if match[2] == ":-" else "")
+
+    environment = COMPOSE["services"][name]["environment"]
+    return {key: re.sub(r"\$\{([A-Z_]+)(?:(:-|:\?)([^}]*))?\}", fill, text) for key, text in environment.items()}
+
+
+def test_the_services_work_together(
+    postgres_url: str, own_redis: RedisServer, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Each service's own command and environment, in the order of compose, on a real PostgreSQL and Redis: migrate ends
+    with 0, engine and gateway become healthy, and an answer comes back."""
+    values = {"POSTGRES_PASSWORD": "p", "REDIS_PASSWORD": "r", "CHORUS_ADMIN_KEY": "admin", "CHORUS_PEPPER": "pepper"}
+
+    def start(name: str) -> ChorusProcess:
+        environment = composed(name, values | {"CHORUS_MODEL": str(tiny_llama), "CHORUS_WORKERS": "1"})
+        assert environment.pop("CHORUS_DATA_DIR") == "/data"
+        if "CHORUS_DATABASE_URL" in environment:
+            assert environment["CHORUS_DATABASE_URL"] == "postgresql+asyncpg://chorus:p@postgres:5432/chorus"
+            assert environment["CHORUS_REDIS_URL"] == "redis://:r@redis:6379/0"
+            environment |= {"CHORUS_DATABASE_URL": postgres_url, "CHORUS_REDIS_URL": own_redis.url}
+        return ChorusProcess(*COMPOSE["services"][name]["command"], data_dir=tmp_path, **environment)
+
+    with start("migrate") as migrate:
+        assert migrate.wait_end() == 0
+    with start("engine"), start("gateway") as gateway:
+        gateway.wait_ready()
+        for name in ("engine", "gateway"):
+            check = COMPOSE["services"][name]["healthcheck"]["test"][2:]
+            with ChorusProcess(*check, data_dir=tmp_path, CHORUS_PORT=gateway.url.rsplit(":", 1)[1]) as health:
+                assert health.wait_end() == 0
+        key = gateway.make_key("acme")
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "tiny-llama", "prompt": "the fox", "max_tokens": 4}
+        assert httpx.post(f"{gateway.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200

@@ -1,4 +1,4 @@
-"""Rig: a scheduler on a model that remembers what lies in every KV slot, with a clock and a disk under the test's hand."""
+"""Rig: a scheduler on a model that remembers what lies in every KV slot; clock and disk are in the test's hand."""
 
 from __future__ import annotations
 
@@ -198,9 +198,13 @@ class Rig:
         return request
 
     def step(self) -> list[Chunk | Failed]:
-        events = self.core.step()
         self.num_steps += 1
+        events = self.take(self.core.step())
         self.now += 0.01
+        self.check()
+        return events
+
+    def take(self, events: list[Chunk | Failed]) -> list[Chunk | Failed]:
         for event in events:
             if isinstance(event, Failed):
                 assert event.id not in self.failed
@@ -218,7 +222,6 @@ class Rig:
             self.chunks.append(event)
             if event.finish is not None:
                 self.finished[key] = event.finish
-        self.check()
         return events
 
     def run(self, limit: int = 5000) -> None:

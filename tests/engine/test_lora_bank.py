@@ -23,13 +23,19 @@ from tests.tiny import block_of, tiny_config
 SHAPE = ModelConfig.from_dict(tiny_config(num_layers=2, hidden=64)).base_shape()
 
 
-def adapter(rank: int, seed: int, names: tuple[str, ...] = LINEARS) -> PackedAdapter:
-    return random_adapter(SHAPE, {(layer, name): rank for layer in range(2) for name in names}, seed)
+by_arena = pytest.mark.parametrize("has_arena", [False, True], ids=["host", "arena"])
 
 
-def test_pairs_are_what_the_directory_says() -> None:
+def adapter(
+    rank: int, seed: int, names: tuple[str, ...] = LINEARS, dtype: torch.dtype = torch.float32
+) -> PackedAdapter:
+    return random_adapter(SHAPE, {(layer, name): rank for layer in range(2) for name in names}, seed, dtype)
+
+
+@by_arena
+def test_pairs_are_what_the_directory_says(has_arena: bool) -> None:
     """Each module's A and B, at its own rank, None where the adapter lacks it."""
-    bank = LoraBank(SHAPE, 1 << 20, torch.float32)
+    bank = LoraBank(SHAPE, 1 << 20, torch.float32, has_arena=has_arena)
     bank.place("other", adapter(3, seed=9))
     host = random_adapter(SHAPE, {(0, "q_proj"): 3, (1, "down_proj"): 5}, seed=1)
     bank.place("a", host)
@@ -43,10 +49,11 @@ def test_pairs_are_what_the_directory_says() -> None:
     assert torch.equal(b_RO, host.buffer[3 * 64 : 6 * 64].view(3, 64))
 
 
-def test_a_slot_holds_nothing_of_its_former_owner() -> None:
+@by_arena
+def test_a_slot_holds_nothing_of_its_former_owner(has_arena: bool) -> None:
     """AL-02: A2 (q only, lower rank) after A1 (all, higher rank) in one slot is A2 on a fresh bank, bit for bit."""
     first, second = adapter(8, seed=1), adapter(2, seed=2, names=("q_proj",))
-    used, fresh = (LoraBank(SHAPE, first.size_bytes, torch.float32) for _ in range(2))
+    used, fresh = (LoraBank(SHAPE, first.size_bytes, torch.float32, has_arena=has_arena) for _ in range(2))
     used.place("a1", first)
     slot = used.slot("a1")
     used.evict("a1")
@@ -63,10 +70,23 @@ def test_a_slot_holds_nothing_of_its_former_owner() -> None:
                 assert torch.equal(one[1], other[1])
 
 
+def test_a_host_copy_outlives_the_eviction() -> None:
+    """What was read before an eviction can be placed again later, whatever took its place in the meantime."""
+    first, second = adapter(4, seed=1), adapter(4, seed=2)
+    wanted = first.buffer.clone()
+    bank = LoraBank(SHAPE, first.size_bytes, torch.float32, has_arena=True)
+    bank.place("a", first)
+    kept = bank.read("a")
+    bank.evict("a")
+    bank.place("b", second)
+
+    assert torch.equal(kept.buffer, wanted)
+
+
 def test_scattered_free_bytes_are_gathered() -> None:
     """An adapter that fits the free bytes is placed though no single gap is large enough."""
     small, large = adapter(2, seed=0), adapter(4, seed=1)
-    bank = LoraBank(SHAPE, 4 * small.size_bytes, torch.float32)
+    bank = LoraBank(SHAPE, 4 * small.size_bytes, torch.float32, has_arena=True)
     hosts = {f"s{index}": adapter(2, seed=index) for index in range(4)}
     for digest, host in hosts.items():
         bank.place(digest, host)
@@ -82,10 +102,12 @@ def test_scattered_free_bytes_are_gathered() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), max_size=40))
-def test_any_history_of_placing_and_evicting_keeps_every_adapter(history: list[tuple[int, int]]) -> None:
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), max_size=40))
+def test_any_history_of_placing_and_evicting_keeps_every_adapter(
+    has_arena: bool, history: list[tuple[int, int]]
+) -> None:
     """Whatever comes and goes within the budget, what is placed reads back bit for bit; eviction frees its bytes."""
-    bank = LoraBank(SHAPE, adapter(16, seed=0).size_bytes, torch.float32)
+    bank = LoraBank(SHAPE, adapter(16, seed=0).size_bytes, torch.float32, has_arena=has_arena)
     placed: dict[str, PackedAdapter] = {}
     for name, rank in history:
         digest = f"d{name}"
@@ -111,7 +133,7 @@ def test_base_rows_equal_a_model_without_adapters(tiny_llama: Path, kind: str) -
     model = load_model(tiny_llama, config, ops)
     bank = LoraBank(config.base_shape(), 1 << 22, ops.adapter_dtype)
     for index, rank in enumerate((2, 8, 64)):
-        bank.place(f"a{index}", adapter(rank, seed=index))
+        bank.place(f"a{index}", adapter(rank, index, dtype=ops.adapter_dtype))
 
     def answers(adapters: list[str | None]) -> list[torch.Tensor]:
         cache = KVCache(config, 64, BLOCK_SIZE, ops.weight_dtype)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from adapters.config import _MUST_BE_OFF
+from adapters.validation import _REASONS
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = ("config", "header", "loader", "records", "registry", "sandbox", "storage", "targets", "validation", "values")
+RAISERS = {
+    "AdapterInvalid", "AdapterUnsupported", "AdapterTooLarge", "AdapterMissing", "NameInvalid", "NameTaken",
+    "VersionConflict", "AdapterNotFound", "_bad", "_invalid",
+}  # fmt: skip
+CODE = re.compile(r"[a-z]+(?:_[a-z]+)*")
+
+
+def codes() -> Iterator[str]:
+    """Every code that the sources can give to an error."""
+    yield from (code for code, _ in _MUST_BE_OFF.values())
+    yield from (code for _, code, _ in _REASONS)
+    for name in FILES:
+        helpers = RAISERS - ({"_invalid"} if name == "config" else set())  # there its first argument is the key
+        for node in ast.walk(ast.parse((ROOT / "adapters" / f"{name}.py").read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in helpers and node.args:
+                first = node.args[0]
+                if isinstance(first, ast.Constant) and isinstance(first.value, str) and CODE.fullmatch(first.value):
+                    yield first.value
+
+
+def test_every_code_is_documented_and_every_documented_code_exists() -> None:
+    """Codes are stable and in docs/adapters.md, which speaks of no others."""
+    table = (ROOT / "docs" / "adapters.md").read_text().partition("## Codes")[2]
+    documented = {
+        code
+        for row in table.splitlines()
+        for code in re.findall(r"`([a-z_]+)`", row.split("|")[1] if "|" in row else "")
+    }
+    raised = set(codes()) | {"unsupported_option"}
+
+    assert documented == raised

@@ -1,0 +1,332 @@
+"""Errors on the wire: one envelope everywhere, quick answers to broken input, every field known or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi.routing import APIRoute
+
+from gateway.app import create_app
+from gateway.auth import PUBLIC, Requires
+from gateway.settings import Settings
+from tests.gateway.live import ADMIN_KEY, Live
+from tests.gateway.scripted import Script, chat, error_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PATH = "/v1/chat/completions"
+
+
+BROKEN = {
+    "unfinished": b"{x",
+    "not utf-8": b"\xff\xfe",
+    "utf-16": '{"model":"tiny"}'.encode("utf-16"),
+    "bad utf-8 inside": b'{"model":"tiny","messages":[{"role":"user","content":"\xc3\x28"}]}',
+    "null": b"null",
+    "list": b"[]",
+    "string": b'"s"',
+    "number": b"1",
+    "twice": b'{"model":"tiny","model":"other","messages":[]}',
+    "twice inside": b'{"model":"tiny","messages":[{"role":"user","role":"system","content":"x"}]}',
+    "nan": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+    "infinity": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":Infinity}',
+    "surrogate": b'{"model":"tiny","messages":[{"role":"user","content":"\\ud800"}]}',
+    "surrogate model": b'{"model":"\\udc00","messages":[{"role":"user","content":"x"}]}',
+    "deep": b'{"a":' + b"[" * 100_000,
+    "deep and closed": b"[" * 100_000 + b"]" * 100_000,
+    "huge number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"seed":' + b"9" * 5000 + b"}",
+    "trailing": b"{} x",
+}
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/tokenize", "/admin/v1/tenants"])
+async def test_broken_bodies(server: Live, path: str) -> None:
+    """HT-01, HT-02, T1: whatever is wrong with a body, the answer is 400 in the envelope, on every kind of route; the
+    next call works and no lease is left."""
+    key = ADMIN_KEY if path.startswith("/admin") else await server.key("acme")
+    client = await server.http(key)
+
+    for name, raw in BROKEN.items():
+        answer = await client.post(path, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, (name, answer.text)
+        error_of(answer)
+    empty = await client.post(path, content=b"", headers={"content-type": "application/json"})
+    assert empty.status_code == 400
+    error_of(empty)
+
+    assert (await (await server.http(await server.key("acme"))).post(PATH, json=chat())).status_code == 200
+
+
+async def test_large_bodies(server: Live) -> None:
+    """T3: a body above the limit is 413 from its Content-Length, and while it is read when there is none."""
+    client = await server.http(await server.key("acme"))
+
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b"x" * 1_000_000
+
+    declared = await client.post(PATH, content=b"{" + b" " * (20 << 20) + b"}")
+    streamed = await client.post(PATH, content=endless())
+
+    for answer in (declared, streamed):
+        assert answer.status_code == 413
+        assert error_of(answer)["code"] == "request_too_large"
+
+
+async def test_framework_errors(server: Live) -> None:
+    """T3, T51, HT-08: unknown routes, wrong methods and trailing slashes have the envelope too; nothing redirects."""
+    client = await server.http(await server.key("acme"))
+
+    for method, path, status in [
+        ("GET", "/nope", 404), ("PUT", "/v1/models", 405), ("GET", PATH, 405), ("GET", "/v1/chat/completions/", 404),
+        ("POST", "//v1/chat/completions", 404), ("OPTIONS", "/v1/models", 405), ("GET", "/V1/models", 404),
+        ("DELETE", "/v1/models", 405),
+    ]:  # fmt: skip
+        answer = await client.request(method, path)
+        assert answer.status_code == status, path
+        error_of(answer)
+    head = await client.head("/v1/models")
+    assert head.status_code == 405
+
+
+async def test_the_clients_exceptions(server: Live) -> None:
+    """HT-08, T1, T2: openai-python maps our errors to its typed exceptions, with code and param."""
+    script = Script().install(server)
+    key = await server.key("acme")
+    client = await server.openai(key)
+    messages: Any = [{"role": "user", "content": "x"}]
+
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(model="tiny", messages=messages, temperature=3)
+    assert (bad.value.param, bad.value.code) == ("temperature", "invalid_value")
+    with pytest.raises(openai.NotFoundError) as lost:
+        await client.chat.completions.create(model="nope", messages=messages)
+    assert lost.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError) as unknown:
+        await (await server.openai("wrong")).chat.completions.create(model="tiny", messages=messages)
+    assert unknown.value.code == "invalid_api_key"
+    with pytest.raises(openai.PermissionDeniedError):
+        await (await server.openai(ADMIN_KEY)).chat.completions.create(model="tiny", messages=messages)
+    script.error = RuntimeError("a fault of ours")  # type: ignore[assignment]
+    with pytest.raises(openai.InternalServerError) as ours:
+        await client.chat.completions.create(model="tiny", messages=messages)
+    assert "fault of ours" not in ours.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.1}, "top_p"),
+        ({"top_k": 0.5}, "top_k"), ({"top_k": -2}, "top_k"), ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 1e9}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"), ({"n": 0}, "n"), ({"n": -1}, "n"), ({"n": 10**6}, "n"),
+        ({"n": "1"}, "n"), ({"seed": 2**70}, "seed"), ({"seed": 1.5}, "seed"), ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"), ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"), ({"logit_bias": {"abc": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"), ({"stream": "yes"}, "stream"), ({"model": 1}, "model"),
+        ({"user": 5}, "user"), ({"metadata": {"a": 1}}, "metadata"), ({"metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
+    ],
+)  # fmt: skip
+async def test_values_out_of_range(server: Live, fields: dict[str, Any], param: str) -> None:
+    """SM-04, T38: 400 that names the parameter; the engine never hears of it."""
+    client = await server.http(await server.key("acme"))
+
+    answer = await client.post(PATH, json=chat(**fields))
+
+    assert answer.status_code == 400, answer.text
+    assert (error_of(answer)["param"] or "").split(".")[0] == param
+    assert not server.engine.requests
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e-6}, {"top_k": 10**7}, {"top_k": 0}, {"top_k": -1}, {"temperature": 0}]
+)
+async def test_odd_values_that_mean_something(server: Live, fields: dict[str, Any]) -> None:
+    """SM-04: a tiny temperature is greedy, a top_k above the vocabulary keeps all."""
+    client = await server.http(await server.key("acme"))
+
+    assert (await client.post(PATH, json=chat(**fields))).status_code == 200
+
+
+REFUSED: dict[str, Any] = {
+    "priority": 5, "cache_salt": "x", "kv_transfer_params": {}, "ec_transfer_params": {}, "vllm_xargs": {"a": 1},
+    "chat_template": "{{ 1 }}", "truncate_prompt_tokens": 5, "truncation_side": "left",
+    "structured_outputs": {"json": {}},
+    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "functions": [{"name": "f"}],
+    "response_format": {"type": "json_object"}, "modalities": ["audio"], "audio": {"voice": "x"}, "store": True,
+    "prediction": {"type": "content"}, "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low",
+    "allowed_token_ids": [1], "bad_words": ["x"], "logprob_token_ids": [1], "documents": [{}], "use_beam_search": True,
+    "length_penalty": 2, "return_token_ids": True, "echo": True, "zzz_unknown": 1,
+    "api_base": "http://x", "max_token": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+async def test_fields_that_are_refused(server: Live, name: str) -> None:
+    """What Chorus does not do, what only the gateway may decide, and what nobody knows is 400 by name."""
+    client = await server.http(await server.key("acme"))
+
+    answer = await client.post(PATH, json=chat(**{name: REFUSED[name]}))
+
+    assert answer.status_code == 400, answer.text
+    assert (error_of(answer)["param"] or "").startswith(name)
+    assert not server.engine.requests
+
+
+async def test_fields_that_ask_for_nothing(server: Live) -> None:
+    """SDKs and frameworks send defaults and hints: they are accepted."""
+    script = Script().install(server)
+    client = await server.http(await server.key("acme"))
+
+    answer = await client.post(
+        PATH,
+        json=chat(
+            tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"], store=False,
+            parallel_tool_calls=True, prompt_cache_key="k", safety_identifier="s", user="u", metadata={"a": "b"},
+            service_tier="auto", request_id="mine", session_id="mine", length_penalty=1.0, priority=None, functions=[],
+            spaces_between_special_tokens=True, stream=False, stream_options=None, n=None, logit_bias=None,
+        ),
+    )  # fmt: skip
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["service_tier"] == "default"
+    assert script.requests[0].priority == 1
+
+
+async def test_names_that_no_header_can_carry(server: Live) -> None:
+    """HT-03: non-ASCII model names, ids and header bytes never break an answer."""
+    client = await server.http(await server.key("acme"))
+
+    name = await client.post(PATH, json={**chat(), "model": "모델-α"})
+    header = await client.post(
+        PATH, json=chat(user="Zoë 😀"), headers=[(b"x-client-request-id", "Zoë😀".encode()), (b"x-weird", b"\xff\xfe")]
+    )
+    long = await client.post(PATH, json=chat(), headers={"x-request-id": "i" * 50_000})
+
+    assert (name.status_code, error_of(name)["code"]) == (404, "model_not_found")
+    assert "모델-α" in error_of(name)["message"]
+    assert header.status_code == 200
+    assert long.status_code in (200, 400, 431)
+
+
+async def test_headers_of_every_answer(server: Live) -> None:
+    """HT-06: every answer has an id of ours and OpenAI's headers; whose key it was is told."""
+    client = await server.http(await server.key("acme"))
+
+    ids = set()
+    for answer in (await client.post(PATH, json=chat()), await client.get("/nope"), await client.get("/livez")):
+        ids.add(answer.headers["x-request-id"])
+        assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
+        assert answer.headers["openai-version"] == "2020-10-01"
+        assert answer.headers["openai-processing-ms"].isdecimal()
+    assert len(ids) == 3
+    assert (await client.get("/v1/models")).headers["openai-organization"] == "acme"
+
+
+def routes() -> list[APIRoute]:
+    app = create_app(Settings(model="x", admin_key="k", pepper="p"))
+    return [route for route in app.routes if isinstance(route, APIRoute)]
+
+
+async def test_every_route_declares_who_may_call_it() -> None:
+    """AU-01: no route but the public ones is without a scope, and those of /admin want the admin key."""
+    for route in routes():
+        scopes = {
+            dependency.call.scope
+            for dependency in route.dependant.dependencies
+            if isinstance(dependency.call, Requires)
+        }
+        assert scopes or route.path in PUBLIC, route.path
+        if route.path.startswith(("/admin", "/metrics")):
+            assert scopes == {"admin"}, route.path
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "Bearer",
+        "Bearer wrong",
+        "Bearer chorus_live_a_b_1",
+        "Basic eDp5",
+        "Bearer a b",
+        "c",
+        "Bearer " + "x" * 5000,
+    ],
+)
+async def test_nothing_without_a_key(server: Live, authorization: str | None) -> None:
+    """AU-01: without a good key every path, known or not, in every spelling and method, is 401; only the health checks
+    answer."""
+    client = await server.stack.enter_async_context(httpx.AsyncClient(base_url=server.url, verify=False))
+    headers = {} if authorization is None else {"authorization": authorization}
+    paths = {re.sub(r"{[^}]*}", "x", route.path) for route in routes()} - PUBLIC
+    paths |= {
+        "/docs",
+        "/openapi.json",
+        "/redoc",
+        "/nope",
+        "//v1/models",
+        "/v1/models/",
+        "/V1/Models",
+        "/livez/",
+        "/",
+        "/health/x",
+    }
+
+    for path in sorted(paths):
+        for method in ("GET", "POST", "DELETE", "OPTIONS", "PUT"):
+            answer = await client.request(method, path, headers=headers)
+            assert answer.status_code == 401, (method, path, answer.text)
+            assert error_of(answer)["type"] == "invalid_request_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    for path in PUBLIC:
+        assert (await client.get(path, headers=headers)).status_code == 200
+    assert (await client.head("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_keys_of_two_classes(server: Live) -> None:
+    """AU-02: a tenant's key is 403 on every admin route, the admin's on inference; the document needs any key."""
+    tenant, admin = await server.http(await server.key("acme")), await server.http()
+
+    for path in ("/admin/v1/tenants", "/metrics", "/admin/v1/usage"):
+        assert (await tenant.get(path)).status_code == 403
+        assert (await admin.get(path)).status_code == 200
+    for path in ("/v1/models", "/v1/models/tiny"):
+        answer = await admin.get(path)
+        assert answer.status_code == 403
+        assert error_of(answer)["code"] == "insufficient_permissions"
+    assert (await tenant.get("/openapi.json")).status_code == 200
+    assert (await tenant.get("/version")).json()["version"]
+    writer = await server.http(await server.key("acme", "adapters:write"))
+    assert (await writer.post(PATH, json=chat())).status_code == 403
+
+
+async def test_two_authorizations_are_none(server: Live) -> None:
+    """AU-01: two Authorization headers are refused rather than one of them chosen; a foreign organisation is, too."""
+    key = await server.key("acme")
+    client = await server.http(key)
+
+    two = await client.get("/v1/models", headers=[("authorization", f"Bearer {key}"), ("authorization", "Bearer x")])
+    foreign = await client.get("/v1/models", headers={"openai-organization": "bolt"})
+    own = await client.get("/v1/models", headers={"openai-organization": "acme"})
+
+    assert two.status_code == foreign.status_code == 401
+    assert own.status_code == 200
+
+
+async def test_errors_under_load_leave_nothing(server: Live) -> None:
+    """HT-02: after fifty refused and fifty good calls nothing is held."""
+    client = await server.http(await server.key("acme"))
+
+    bad = [client.post(PATH, content=raw) for raw in list(BROKEN.values())[:10]]
+    good = [client.post(PATH, json=chat()) for _ in range(20)]
+    answers = await asyncio.gather(*bad, *good)
+
+    assert [answer.status_code for answer in answers] == [400] * 10 + [200] * 20
