@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -304,6 +305,15 @@ async def test_rank_above_the_limit(live: Live, admin: httpx.AsyncClient, tmp_pa
     assert refused["code"] == "rank_too_large"
     assert "65" in refused["message"]
     assert "64" in refused["message"]
+
+
+async def test_more_than_the_engine_has_room_for(live: Live, admin: httpx.AsyncClient, adapters: list[Any]) -> None:
+    """AL-31: what could never be loaded is refused at upload, not at its first use."""
+    assert live.engine.ready is not None
+    live.engine.ready = msgspec.structs.replace(live.engine.ready, adapter_memory_bytes=1000)
+
+    assert error(await upload(admin, adapters[0]), 413)["code"] == "adapter_too_large"
+    assert (await admin.get(ACME)).json()["data"] == []
 
 
 async def test_bodies_that_are_no_upload(live: Live, admin: httpx.AsyncClient, adapters: list[Any]) -> None:
