@@ -31,20 +31,28 @@ class Sampler:
         self._penalties = Penalties(eos_token_ids)
 
     def sample(self, logits_SV: Tensor, sequences: Sized[Sequence]) -> list[Sampled]:
-        """Chooses what follows each sequence. logits [S, V] in any dtype; fp32 logits are changed in place."""
+        """Chooses what follows each sequence. logits [S, V] in any dtype; fp32 logits are changed in place. A row whose
+        logits are not finite (an adapter's values overflow) gets no token."""
         logits_SV = logits_SV.float()
         self._penalties.apply(logits_SV, sequences)
         tokens = greedy(logits_SV)
-        drawn = [i for i, s in enumerate(sequences) if not s.params.is_greedy]
+        is_sound = torch.isfinite(logits_SV[range(len(tokens)), tokens]).cpu().numpy()  # the largest: NaN if any is
+        drawn = [i for i, s in enumerate(sequences) if is_sound[i] and not s.params.is_greedy]
         if drawn:
             tokens[drawn] = _draw(logits_SV, drawn, [sequences[i] for i in drawn])
-        asked = {i: s.params.logprobs for i, s in enumerate(sequences) if s.params.logprobs is not None}
-        logprobs = {}
-        if asked:
-            rows = list(asked)
-            entries = token_logprobs(logits_SV[rows], tokens[rows], max(asked.values()))
-            logprobs = dict(zip(rows, map(_shorten, entries, asked.values()), strict=True))
-        return [Sampled(int(token), logprobs.get(i)) for i, token in enumerate(tokens)]
+        logprobs = _logprobs(logits_SV, tokens, sequences)
+        chosen = [Sampled(int(token), logprobs.get(i)) for i, token in enumerate(tokens)]
+        return [one if sound else Sampled(None) for one, sound in zip(chosen, is_sound, strict=True)]
+
+
+def _logprobs(logits_SV: Tensor, tokens_S: np.ndarray, sequences: Sized[Sequence]) -> dict[int, TokenLogprobs]:
+    """By row, where they were asked for."""
+    asked = {i: s.params.logprobs for i, s in enumerate(sequences) if s.params.logprobs is not None}
+    if not asked:
+        return {}
+    rows = list(asked)
+    entries = token_logprobs(logits_SV[rows], tokens_S[rows], max(asked.values()))
+    return dict(zip(rows, map(_shorten, entries, asked.values()), strict=True))
 
 
 def greedy(logits_SV: Tensor) -> np.ndarray:

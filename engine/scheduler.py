@@ -126,6 +126,9 @@ class Scheduler:
                 continue
             request = self.requests[sequence.request_id]
             self._advance(request, row, result)
+            if row.samples and result.token_id is None:
+                self._fail(request, "engine_error", "the model's numbers overflowed with this adapter")
+                continue
             finish = self._append(request, sequence, result) if row.samples else None
             if not request.has_forked and sequence.num_computed >= sequence.num_prompt:
                 self._fork(request, sequence)

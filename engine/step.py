@@ -37,7 +37,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The outcome of one row: the token chosen (None if it did not sample), and logprobs where asked.
+    """The outcome of one row: the token chosen, and logprobs where asked. token_id is None if the row did not sample,
+    or if its logits were not finite: then its request fails.
 
     prompt_logprobs: entries for the prompt positions computed in this step that have a successor in the prompt,
     i.e. entry j belongs to prompt token start + j + 1.

@@ -23,6 +23,8 @@ from tenants.db import StateUnavailable
 KEEP_S = 10.0
 """How long a finished turn waits for a Redis that is away, before it is given up."""
 KEEP_RETRY_S = 0.2
+MAX_TURN_S = 3600.0
+"""No turn holds its conversation longer, whatever becomes of the task that should end it."""
 MIN_OUTPUT_TOKENS = 16
 
 
@@ -107,8 +109,9 @@ class Exchange:
             await self._store.release(self._tenant, self._turn)
 
     async def _renew(self, turn: Turn) -> None:
-        while True:
-            await asyncio.sleep(conversations.TURN_LEASE_S / 3)
+        every_s = conversations.TURN_LEASE_S / 3
+        for _ in range(int(MAX_TURN_S / every_s)):
+            await asyncio.sleep(every_s)
             with contextlib.suppress(StateUnavailable):
                 await self._store.renew(self._tenant, turn)
 

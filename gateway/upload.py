@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, BinaryIO
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from adapters.config import MAX_CONFIG_BYTES
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-MAX_CONFIG_BYTES = 64 << 10
 MAX_NAME_BYTES = 1 << 10
 MAX_FRAMING_BYTES = 16 << 10
 """Boundaries and part headers of a whole body."""

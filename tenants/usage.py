@@ -57,12 +57,14 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def cleaned(self) -> UsageRecord:
         """With texts that any database takes: no NUL, no lone surrogate, not too long."""
-        values = {
-            name: value.encode("utf-8", "replace").decode().replace("\0", "?")[: _LENGTHS[name]]
-            for name, value in msgspec.structs.asdict(self).items()
-            if name in _LENGTHS and (not value.isascii() or not value.isprintable() or len(value) > _LENGTHS[name])
-        }
-        return msgspec.structs.replace(self, **values) if values else self
+        changed: dict[str, Any] = {}
+        for name, length in _LENGTHS.items():
+            value = getattr(self, name)
+            if not value.isascii() or not value.isprintable() or len(value) > length:
+                changed[name] = _clean(value)[:length]
+        if self.tags:
+            changed["tags"] = {_clean(key): _clean(value) for key, value in self.tags.items()}
+        return msgspec.structs.replace(self, **changed) if changed else self
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class UsageLedger:
             UsageSum(dict(zip(group_by, map(_text, row[:size]), strict=True)), *(int(value) for value in row[size:]))
             for row in rows
         ]
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
 def _row(record: UsageRecord) -> dict[str, Any]:

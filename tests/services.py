@@ -23,7 +23,12 @@ from pathlib import Path
 import pytest
 import redis
 
+import adapters.rows
 import migrations
+import tenants.models
+from tenants.db import Base
+
+assert {adapters.rows.AdapterRow.metadata, tenants.models.Tenant.metadata} == {Base.metadata}
 
 IS_CI = os.environ.get("CI", "") not in ("", "0", "false")
 START_S = 30.0
@@ -148,11 +153,20 @@ class PostgresServer:
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 
-    def create(self, template: str = "template1") -> str:
-        """A fresh copy of `template`. → its URL."""
+    def create(self) -> str:
+        """A fresh, empty database. → its URL."""
         name = f"test_{secrets.token_hex(6)}"
-        self._run("createdb", "-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", "-T", template, name)
+        self._run("createdb", "-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", name)
         return self.url(name)
+
+    def emptied(self, database: str) -> str:
+        """Delete every row, but keep the tables. → its URL. Much quicker than another database."""
+        tables = ", ".join(f'"{table}"' for table in Base.metadata.tables)
+        self._run(
+            "psql", "-q", "-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", "-d", database, "-c",
+            f"SET lock_timeout = '10s'; TRUNCATE {tables} RESTART IDENTITY",
+        )  # fmt: skip
+        return self.url(database)
 
 
 @pytest.fixture(scope="session")
@@ -214,6 +228,7 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def migrated_postgres(postgres_server: PostgresServer) -> str:
+    """The name of a migrated database; for PostgresServer.emptied()."""
     url = postgres_server.create()
     migrations.upgrade(url)
     return url.rpartition("/")[2]
@@ -232,4 +247,4 @@ def database_url(request: pytest.FixtureRequest) -> str:
     if request.param == "sqlite":
         return str(request.getfixturevalue("sqlite_url"))
     server: PostgresServer = request.getfixturevalue("postgres_server")
-    return server.create(request.getfixturevalue("migrated_postgres"))
+    return server.emptied(request.getfixturevalue("migrated_postgres"))

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from adapters.registry import SHARED, Adapter, AdapterNotFound, NameTaken, Stored, Version
-from adapters.spec import AdapterRef
+from adapters.spec import AdapterRef, AdapterSpec, AdapterTooLarge
 from adapters.validation import Limits, validate_in_subprocess
 from engine.protocol import EngineError
 from gateway.admin.bodies import After, Body, Limit, actor_of, page, tenant_id, unix
@@ -132,11 +132,24 @@ async def _take_in(request: Request, owner: str, wants_name: bool) -> tuple[str 
             await _check_free(state, owner, name)
         limits = Limits(max_rank=state.settings.max_lora_rank, max_bytes=max_bytes)
         spec = await validate_in_subprocess(stage, state.shape, limits)
+        _check_memory(state, spec)
         size_bytes = await asyncio.to_thread(_size, stage)
         digest = await asyncio.to_thread(state.store.commit, stage)
     finally:
         await asyncio.shield(asyncio.to_thread(state.store.discard, stage))
     return name, Stored(digest, spec, size_bytes)
+
+
+def _check_memory(state: State, spec: AdapterSpec) -> None:
+    """What no engine that we know has room for would never serve. Raises AdapterTooLarge."""
+    for ready in (engine.ready for engine in state.replicas.engines):
+        if (
+            ready is not None
+            and spec.packed_bytes * (2 if ready.dtype == "float32" else 1) > ready.adapter_memory_bytes
+        ):
+            raise AdapterTooLarge(
+                "adapter_too_large", f"the engine's adapter memory has only {ready.adapter_memory_bytes} bytes"
+            )
 
 
 async def _check_free(state: State, owner: str, name: str) -> None:

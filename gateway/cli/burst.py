@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 MAX_TOKENS = 64
+NARROW = 100
+"""Columns of a terminal below which the questions are left out."""
 
 
 @dataclass
@@ -27,7 +29,6 @@ class Chat:
     prompt: str
     answer: str = ""
     num_tokens: int = 0
-    first_token_s: float = 0.0
     duration_s: float = 0.0
     error: str = ""
 
@@ -39,6 +40,7 @@ class Burst:
     chats: list[Chat]
     clients: dict[str, AsyncOpenAI]
     duration_s: float = field(default=0.0, init=False)
+    _is_narrow: bool = field(default=False, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -47,6 +49,7 @@ class Burst:
     async def run(self, console: Console) -> None:
         """Shows the answers while they come, if somebody is looking."""
         started_at = time.perf_counter()
+        self._is_narrow = console.width < NARROW
         with Live(self.table(), console=console, refresh_per_second=8, transient=True) as live:
             work = asyncio.gather(*(self._ask(chat) for chat in self.chats))
             while not work.done():
@@ -71,7 +74,6 @@ class Burst:
             )
             async for chunk in stream:
                 if chunk.choices and chunk.choices[0].delta.content:
-                    chat.first_token_s = chat.first_token_s or time.perf_counter() - started_at
                     chat.answer += chunk.choices[0].delta.content
                 if chunk.usage is not None:
                     chat.num_tokens = chunk.usage.completion_tokens
@@ -81,13 +83,16 @@ class Burst:
 
     def table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, title="who asked which model, and what came back", title_justify="left")
-        for name, options in (("tenant", {}), ("model", {}), ("asked", {"max_width": 26}), ("answer", {"ratio": 1})):
-            table.add_column(name, **options)  # type: ignore[arg-type]
-        for name in ("tokens", "first", "tok/s"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("tenant")
+        table.add_column("model")
+        if not self._is_narrow:
+            table.add_column("asked", max_width=26)
+        table.add_column("answer", ratio=1)
+        table.add_column("tokens", justify="right", no_wrap=True)
+        table.add_column("tok/s", justify="right", no_wrap=True)
         for chat in self.chats:
             rate = f"{chat.num_tokens / chat.duration_s:.1f}" if chat.num_tokens and chat.duration_s else ""
-            first = f"{chat.first_token_s:.1f} s" if chat.first_token_s else ""
             answer = f"refused: {chat.error}" if chat.error else " ".join(chat.answer.split())
-            table.add_row(chat.tenant, chat.model, chat.prompt, answer, str(chat.num_tokens or ""), first, rate)
+            asked = [] if self._is_narrow else [chat.prompt]
+            table.add_row(chat.tenant, chat.model, *asked, answer, str(chat.num_tokens or ""), rate)
         return table

@@ -296,6 +296,21 @@ def test_logprobs_are_always_numbers() -> None:
     assert entry == TokenLogprobs(0.0, [1, 0, 2, 3], [0.0, -9999.0, -9999.0, -9999.0])
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 77, 129])
+def test_a_row_that_is_not_finite_harms_nobody(bad: float, place: int) -> None:
+    """AL-16: when an adapter's values overflow inside the model, its row gets no token; the others get theirs."""
+    params = [SamplingParams(temperature=0.0, logprobs=2), SamplingParams(temperature=0.8, top_p=0.9, logprobs=2)] * 2
+    logits = random_logits(4, 130)
+    wanted = Sampler([EOS]).sample(logits.clone(), [sequence(one) for one in params])
+    logits[:2, place] = bad
+
+    sampled = Sampler([EOS]).sample(logits, [sequence(one) for one in params])
+
+    assert [one.token_id for one in sampled[:2]] == [None, None]
+    assert sampled[2:] == wanted[2:]
+
+
 def test_cost_on_a_real_vocabulary() -> None:
     """32 rows at temperature 0.8 and top-p 0.9 over 49152 tokens cost less than two full sorts of one row per row."""
     logits = random_logits(32, 49152, 1.0)

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.config import MAX_CONFIG_BYTES
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
-from gateway.upload import MAX_CONFIG_BYTES, UploadError, UploadTooLarge, check_length, receive
+from gateway.upload import UploadError, UploadTooLarge, check_length, receive
 
 TYPE = "multipart/form-data; boundary=xyz"
 

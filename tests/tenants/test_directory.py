@@ -58,9 +58,10 @@ async def test_patch_changes_only_what_is_named(directory: TenantDirectory, data
 @pytest.mark.parametrize(
     ("values", "param"),
     [
-        ({"id": ""}, "id"), ({"id": "a/b"}, "id"), ({"id": "-a"}, "id"), ({"id": "a" * 65}, "id"), ({"id": "a}b"}, "id"),
-        ({"id": "a\n"}, "id"), ({"weight": 0}, "weight"), ({"weight": -1}, "weight"), ({"weight": float("nan")}, "weight"),
-        ({"weight": True}, "weight"), ({"priority": "urgent"}, "priority"), ({"name": "n" * 257}, "name"),
+        ({"id": ""}, "id"), ({"id": "a/b"}, "id"), ({"id": "-a"}, "id"), ({"id": "a" * 65}, "id"),
+        ({"id": "a}b"}, "id"), ({"id": "a\n"}, "id"), ({"weight": 0}, "weight"), ({"weight": -1}, "weight"),
+        ({"weight": float("nan")}, "weight"), ({"weight": True}, "weight"),
+        ({"priority": "urgent"}, "priority"), ({"name": "n" * 257}, "name"),
         ({"models": ("",)}, "models"), ({"suspended": 1}, "suspended"),
     ],
 )  # fmt: skip

@@ -1,8 +1,9 @@
-"""A gateway worker's share of quotas, as a process: tries holds, says how many passed, then does as told.
+"""A gateway worker's share of quotas, as a process: does the orders on its standard input, one a line.
 
-    python -m tests.tenants.worker REDIS_URL '{"name": "w1", "holds": 50, "tokens": 100, "limits": {…}, "then": "settle"}'
+    python -m tests.tenants.worker REDIS_URL NAME
+    {"holds": 50, "tokens": 100, "limits": {…}, "then": "exit"}     → how many holds passed
 
-then: "settle" each with its real usage · "beat" until killed, with `completion_tokens` so far · "exit" at once
+then: "keep" the leases without a heartbeat · "beat" until killed, with `completion_tokens` so far
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import asyncio
 import json
 import sys
 from typing import Any
-
-import msgspec
 
 from tenants.keys import Principal
 from tenants.limits import Limits
@@ -32,7 +31,8 @@ def principal(limits: dict[str, int], key_id: str = "k1", key_limits: dict[str, 
 
 
 def attempt(name: str, prompt_tokens: int = 1, **values: Any) -> UsageRecord:
-    return UsageRecord(attempt_id=name, tenant_id="acme", key_id="k1", model="m", prompt_tokens=prompt_tokens, **values)
+    who = {"tenant_id": "acme", "key_id": "k1", "model": "m"}
+    return UsageRecord(**{**who, **values}, attempt_id=name, prompt_tokens=prompt_tokens)
 
 
 async def prepare(redis: Client) -> None:
@@ -54,8 +54,7 @@ async def try_holds(quotas: Quotas, order: dict[str, Any]) -> list[Hold]:
     return [hold for hold in found if hold is not None]
 
 
-async def main(url: str, order: dict[str, Any]) -> None:
-    redis = connect(url)
+async def do(redis: Client, order: dict[str, Any]) -> None:
     quotas = Quotas(redis, lease_s=order.get("lease_s", 20))
     holds = await try_holds(quotas, order)
     for hold in holds:
@@ -66,11 +65,16 @@ async def main(url: str, order: dict[str, Any]) -> None:
     while order["then"] == "beat":
         await asyncio.sleep(quotas.lease_s / 4)
         await quotas.beat()
-    if order["then"] == "settle":
-        ended = {"status": "ok", "completion_tokens": order.get("completion_tokens", 0)}
-        await asyncio.gather(*(quotas.settle(hold, msgspec.structs.replace(hold.record, **ended)) for hold in holds))
+
+
+async def main(url: str, name: str) -> None:
+    redis = connect(url)
+    await redis.ping()
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        await do(redis, {"name": name, **json.loads(line)})
     await redis.aclose()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], sys.argv[2]))
