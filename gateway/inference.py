@@ -255,13 +255,15 @@ class Answer:
     async def _close(self) -> None:
         for generation in self._generations:
             await generation.aclose()
-        is_refused = self._status == "refused"
+        is_computed = self._status != "refused" and bool(self._generations)
+        if self._status == "error" and "first_token_s" not in self._times:
+            is_computed = False
         await self._inference.settle(
             self.hold,
             msgspec.structs.replace(
                 self._record,
                 status=self._status,
-                prompt_tokens=0 if is_refused else self.usage.prompt_tokens,
+                prompt_tokens=self.usage.prompt_tokens if is_computed else 0,
                 completion_tokens=self.usage.completion_tokens,
                 cached_tokens=self.usage.cached_tokens,
                 total_s=time.monotonic() - self._started,
