@@ -42,17 +42,6 @@ class Layer:
     window: int | None
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """What all layers of one forward pass share."""
-
-    batch: ForwardBatch
-    cache: KVCache
-    plan: Any
-    cos_TD: Tensor
-    sin_TD: Tensor
-
-
 class Transformer:
     """Token ids in, logits out; keys and values live in a KVCache.
 
@@ -82,14 +71,14 @@ class Transformer:
         """Computes the batch's tokens and writes their KV. Returns hidden states [T, H], before the final norm."""
         ops, eps = self.ops, self.config.rms_norm_eps
         residual_TH = F.embedding(batch.tokens_T, self._embedding_VH).to(ops.activation_dtype)
-        rotation = rotations(self._frequencies, batch.positions_T, ops.activation_dtype)
-        shared = _Pass(batch, cache, ops.plan_attention(batch), *rotation)
+        cos_TD, sin_TD = rotations(self._frequencies, batch.positions_T, ops.activation_dtype)
+        plan = ops.plan(batch)
         x_TH = torch.zeros_like(residual_TH)
         for index, layer in enumerate(self.layers):
             y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.input_norm, eps)
-            x_TH = self._attention(index, y_TH, shared)
+            x_TH = self._attention(index, y_TH, batch.slots_T, cache.layers[index], plan, cos_TD, sin_TD)
             y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.post_norm, eps)
-            x_TH = self._mlp(index, y_TH, batch)
+            x_TH = self._mlp(index, y_TH, plan)
         return residual_TH + x_TH
 
     @torch.inference_mode()
@@ -98,9 +87,10 @@ class Transformer:
         normal_RH = self.ops.rms_norm(hidden_RH, self._norm_H, self.config.rms_norm_eps)
         return self.ops.linear(normal_RH, self._head.packed, self._head.bias).float()
 
-    def _attention(self, index: int, x_TH: Tensor, shared: _Pass) -> Tensor:
+    def _attention(
+        self, index: int, x_TH: Tensor, slots_T: Tensor, cache: Tensor, plan: Any, cos_TD: Tensor, sin_TD: Tensor
+    ) -> Tensor:
         layer, ops, config = self.layers[index], self.ops, self.config
-        batch, cache = shared.batch, shared.cache.layers[index]
         qkv = self._linear(index, layer.qkv, x_TH, plan, self._qkv_slices)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         heads_TJD = qkv.view(len(qkv), num_rotated + config.num_kv_heads, config.head_dim)
@@ -109,10 +99,10 @@ class Transformer:
             q_TND = ops.rms_norm(qk_TJD[:, :num_heads], layer.q_norm, config.rms_norm_eps)
             k_TKD = ops.rms_norm(qk_TJD[:, num_heads:], layer.k_norm, config.rms_norm_eps)
             qk_TJD = torch.cat((q_TND, k_TKD), 1)
-        qk_TJD = ops.rope(qk_TJD, shared.cos_TD, shared.sin_TD)
+        qk_TJD = ops.rope(qk_TJD, cos_TD, sin_TD)
         q_TND, k_TKD = qk_TJD[:, :num_heads], qk_TJD[:, num_heads:]
         ops.write_kv(k_TKD, v_TKD, cache, slots_T)
-        attended = ops.attention(q_TND, cache, shared.plan, self._scale, layer.window)
+        attended = ops.attention(q_TND, cache, plan, self._scale, layer.window)
         return self._linear(index, layer.o, attended, plan, self._o_slices)
 
     def _mlp(self, index: int, x_TH: Tensor, plan: Any) -> Tensor:
