@@ -111,6 +111,18 @@ def test_stopping_lets_streams_end(tiny_llama: Path, number: signal.Signals) -> 
         assert not [pid for pid in children if is_running(pid)]
 
 
+@pytest.mark.parametrize("step", ["database is at", "memory on"])
+def test_stopping_during_the_start(tiny_llama: Path, step: str) -> None:
+    """SIGTERM before it is ready, before and after its first child: it ends, and leaves nothing."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        server.wait_line(step)
+        children = list(server.children())
+        server.process.terminate()
+
+        assert server.wait_end() in (0, -signal.SIGTERM)
+        assert not [pid for pid in children if is_running(pid)]
+
+
 def test_kill_9_of_the_parent_leaves_no_child(tiny_llama: Path) -> None:
     """However the parent dies, Redis, engine and workers die too; and the next start finds all data."""
     with ChorusProcess("serve", str(tiny_llama)) as server:
