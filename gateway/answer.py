@@ -177,6 +177,8 @@ class Answer:
             num_running -= delta.finish is not None
             if not num_running:
                 self._status = "ok"
+            elif delta.finish is not None and chunk.finish is None:  # by a stop string, which no engine knows of
+                self._generations[prompt].stop(chunk.choice)
             yield delta
             if not num_running:
                 return
