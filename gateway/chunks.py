@@ -1,4 +1,4 @@
-"""Deltas → OpenAI's objects: chunks of a stream, or one whole body, for chats; text_chunks has those of completions. Pure.
+"""Deltas → OpenAI's objects: chunks of a stream, or one whole body, for chats (text_chunks: for completions). Pure.
 
 opening() → add(delta)* → closing()    the frames of a stream, in the only order that clients accept
 add(delta)* → whole()                  one body

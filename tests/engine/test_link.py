@@ -177,7 +177,6 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
         assert not client._streams
 
 
-<<<<<<< HEAD
 async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
     """A choice that is stopped ends in the engine too; the stream goes on with the others to its end."""
     serve(endpoint, step_s=0.002)
@@ -193,7 +192,8 @@ async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
         assert lengths[0] == 60
         assert 3 < lengths[1] < 40
         assert not client._streams
-=======
+
+
 async def test_an_idle_engine_sleeps(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing is left to do, also after an abort, the step loop waits instead of turning."""
     running = serve(endpoint, step_s=0.005)
@@ -215,7 +215,6 @@ async def test_an_idle_engine_sleeps(endpoint: str, serve: Serve, monkeypatch: p
         await asyncio.sleep(1)
 
         assert turns < 20
->>>>>>> main
 
 
 async def test_cancelled_before_accepted_aborts(endpoint: str, serve: Serve) -> None:
