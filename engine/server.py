@@ -226,8 +226,8 @@ class Server:
         return not self._owner or time.monotonic() > self._stopped_at + self.grace_s
 
     def _take_messages(self) -> None:
-        """All that has arrived. Waits only when the last step had nothing to run."""
-        timeout_s = 0.0 if self.core.can_run else LOAD_POLL_S if self.core.has_work else IDLE_POLL_S
+        """All that has arrived. Waits when there is nothing to do, or the last step had nothing to run."""
+        timeout_s = IDLE_POLL_S if not self.core.has_work else 0.0 if self.core.can_run else LOAD_POLL_S
         try:
             worker, message = self.link.inbox.get(timeout=timeout_s) if timeout_s else self.link.inbox.get_nowait()
             while True:

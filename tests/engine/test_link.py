@@ -177,6 +177,29 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
         assert not client._streams
 
 
+async def test_an_idle_engine_sleeps(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing is left to do, also after an abort, the step loop waits instead of turning."""
+    running = serve(endpoint, step_s=0.005)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(max_tokens=400))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: not running.core.has_work)
+        turns = 0
+        take = running.server._take_messages
+
+        def counted() -> None:
+            nonlocal turns
+            turns += 1
+            take()
+
+        monkeypatch.setattr(running.server, "_take_messages", counted)
+        await asyncio.sleep(1)
+
+        assert turns < 20
+
+
 async def test_cancelled_before_accepted_aborts(endpoint: str, serve: Serve) -> None:
     """A caller that gives up while it waits for the engine's answer leaves nothing behind."""
     running = serve(endpoint, step_s=0.1)
