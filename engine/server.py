@@ -240,7 +240,8 @@ class Server:
         match message:
             case None:
                 for request_id in [request for request, owner in self._owner.items() if owner == worker]:
-                    self._forget(request_id)
+                    # It may only have been busy: then it reads this, instead of waiting for tokens that never come.
+                    self._reply(request_id, Failed(request_id, "engine_error", "the gateway was silent for too long"))
                     self.core.abort(request_id)
             case Generate():
                 self._add(worker, message)
