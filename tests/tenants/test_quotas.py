@@ -110,7 +110,8 @@ async def test_exact_over_processes(redis_url: str) -> None:
                 await prepare(redis)
                 started = time.monotonic()
                 passed = await workers.do({"holds": 25, "tokens": tokens, "limits": limits, "then": "keep"})
-                refilled = 0 if not any(name.endswith("_minute") for name in limits) else (time.monotonic() - started) / 60 * allowed
+                is_refilled = any(name.endswith("_minute") for name in limits)
+                refilled = (time.monotonic() - started) / 60 * allowed if is_refilled else 0
                 assert allowed <= passed <= allowed + refilled
     await redis.aclose()
 
