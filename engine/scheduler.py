@@ -87,11 +87,20 @@ class Scheduler:
             self._deadlines.set(request.deadline, request)
         self._start(request, now)
 
-    def abort(self, request_id: str) -> None:
-        """Whatever phase it is in, it is gone. An unknown id is no error: it may have just ended."""
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Whatever phase it is in, it is gone; of one choice that runs beside others, a last chunk says so. What is
+        unknown is no error: it may have just ended."""
         request = self.requests.get(request_id)
-        if request is not None:
+        if request is None:
+            return
+        if choice is None:
             self._end(request)
+        elif request.has_forked and request.sequences[choice].phase is not Phase.DONE:
+            sequence = request.sequences[choice]
+            self.progress.outbox.append(Chunk(request_id, choice, sequence.num_output, [], "stop"))
+            self._stop(sequence)
+            if request.is_done:
+                self._end(request)
 
     def take_outbox(self) -> list[Chunk | Failed]:
         """What there is to say since the last time."""
@@ -179,8 +188,7 @@ class Scheduler:
             self._fail(request, "adapter_loading", text, RETRY_AFTER_S)
 
     def _finish(self, request: Request, sequence: Sequence) -> None:
-        self.holding.end(sequence)
-        self.admission.has_news = True
+        self._stop(sequence)
         if request.is_done:
             self._end(request)
 
@@ -197,18 +205,21 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """Gives back everything that the request holds, in whatever phase it is."""
         for sequence in request.sequences:
-            if sequence.phase in (Phase.RUNNING, Phase.PAUSED):
-                self.holding.end(sequence)
-                self.admission.has_news = True
-            elif sequence.phase is Phase.WAITING:
-                self.admission.forget(sequence)
-            sequence.phase = Phase.DONE
+            self._stop(sequence)
         if request.num_cached is None:
             self._lanes.leave(request.home)
         elif request.message.adapter is not None:
             self._residency.drop(request.message.adapter.digest)
         self._lanes.close(request)
         del self.requests[request.message.id]
+
+    def _stop(self, sequence: Sequence) -> None:
+        if sequence.phase in (Phase.RUNNING, Phase.PAUSED):
+            self.holding.end(sequence)
+            self.admission.has_news = True
+        elif sequence.phase is Phase.WAITING:
+            self.admission.forget(sequence)
+        sequence.phase = Phase.DONE
 
 
 def _adapter_failure(error: Exception) -> tuple[FailureCode, str, float | None]:

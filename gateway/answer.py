@@ -16,7 +16,7 @@ from engine.params import SamplingParams
 from engine.protocol import Broken, Chunk, EngineError, FinishReason, Generate, TokenLogprobs
 from engine.text import TextStream, TextToken
 from gateway.models import Model
-from gateway.prompts import Chat, Prompt
+from gateway.prompts import Chat, Prompt, Truncation
 from gateway.replicas import ReplicaSet
 from tenants.quotas import Hold
 from tenants.usage import Status, UsageRecord
@@ -30,6 +30,8 @@ class Ask:
     """What a client wants. `param` is the request field that held the prompts, for errors.
 
     Choice j of prompt i has index i·n + j. params.max_tokens None = as many as the context has room for.
+    cache_salt: apart from the tenant's own, for prompts that only requests of equal salt may find in the prefix cache.
+    token_ids: every Delta tells the ids that it stands for, also while their text is held back.
     without_output: only the prompts are wanted (echo with max_tokens 0): one token is computed, none given or billed.
     """
 
@@ -42,12 +44,15 @@ class Ask:
     user: str = ""
     tags: dict[str, str] | None = None
     without_output: bool = False
+    truncation: Truncation | None = None
+    cache_salt: str = ""
+    token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What comes next in one choice. `tokens` are those whose text is now complete; `prompt_logprobs`, when asked for,
-    come once, with the first delta of a prompt's first choice."""
+    come once, with the first delta of a prompt's first choice; `ids`, when asked for, are all that were produced."""
 
     choice: int
     text: str
@@ -55,6 +60,7 @@ class Delta:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -182,6 +188,8 @@ class Answer:
             num_running -= delta.finish is not None
             if not num_running:
                 self._status = "ok"
+            elif delta.finish is not None and chunk.finish is None:  # by a stop string, which no engine knows of
+                self._generations[prompt].stop(chunk.choice)
             yield delta
             if not num_running:
                 return
@@ -202,9 +210,10 @@ class Answer:
             return Delta(choice, "", (), text.finish, None, chunk.prompt_logprobs)
         self.usage.completion_tokens += stream.num_tokens - before
         self.hold.completion_tokens = self.usage.completion_tokens
-        if not (text.text or text.tokens or text.finish or chunk.prompt_logprobs):
+        ids = tuple(chunk.ids[: stream.num_tokens - before]) if self.ask.token_ids else ()
+        if not (text.text or text.tokens or text.finish or chunk.prompt_logprobs or ids):
             return None
-        return Delta(choice, text.text, text.tokens, text.finish, text.stop_reason, chunk.prompt_logprobs)
+        return Delta(choice, text.text, text.tokens, text.finish, text.stop_reason, chunk.prompt_logprobs, ids)
 
 
 async def _merge(generations: list[Generation]) -> AsyncIterator[tuple[int, Chunk]]:

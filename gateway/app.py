@@ -39,6 +39,7 @@ from gateway.prompts import PromptEncoder
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
 from gateway.state import State
+from gateway.upload import UploadGate
 from tenants.db import Database, StateUnavailable
 from tenants.directory import TenantDirectory
 from tenants.epochs import Epochs
@@ -119,6 +120,7 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
         quotas=quotas, ledger=ledger, directory=TenantDirectory(database, epochs), registry=registry, store=store,
         shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
         conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
+        uploads=UploadGate(),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from engine.text import PromptError, TextError
 from gateway.conversations import ConversationBusy, NotStored, TurnLost
 from gateway.items import ItemError
 from gateway.models import ModelNotFound
-from gateway.upload import UploadError, UploadTooLarge
+from gateway.upload import UploadError, UploadTooLarge, UploadTooSlow
 from tenants.db import StateUnavailable
 from tenants.directory import TenantExists, TenantNotFound
 from tenants.keys import InvalidKey, KeyNotFound, TenantSuspended
@@ -180,7 +180,7 @@ def _from_registry(error: RegistryError) -> ApiError:
 
 
 def _from_upload(error: UploadError) -> ApiError:
-    status = 413 if isinstance(error, UploadTooLarge) else 400
+    status = 413 if isinstance(error, UploadTooLarge) else 408 if isinstance(error, UploadTooSlow) else 400
     return ApiError(status, error.message, code=error.code, param=error.param)
 
 

@@ -63,7 +63,7 @@ class Inference:
         principal, model = await self.models.resolve(principal, ask.model, renew)
         ready = self._replicas.ready()
         ask.params.check_vocabulary(ready.vocab_size)
-        prompts = await self.encoder.encode(ask.prompts, ask.param, ready)
+        prompts = await self.encoder.encode(ask.prompts, ask.param, ready, ask.truncation)
         outputs = [_output_tokens(ask, len(ids), ready) for ids in prompts]
         attempt = secrets.token_hex(16)
         for is_last_try in (False, True):
@@ -97,7 +97,7 @@ class Inference:
                 lane=principal.tenant_id,
                 weight=principal.lane_weight,
                 priority=principal.priority,
-                cache_salt=principal.cache_salt,
+                cache_salt=_salt(principal, ask),
                 timeout_s=self._timeout_s,
             )
             for i, (ids, output) in enumerate(zip(prompts, outputs, strict=True))
@@ -134,6 +134,11 @@ def _output_tokens(ask: Ask, num_prompt: int, ready: Ready) -> int:
         wanted = f"{num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} of output)"
         raise too_long(ready.max_model_len, wanted, ask.param)
     return room if asked is None else asked
+
+
+def _salt(principal: Principal, ask: Ask) -> str:
+    """A client may divide its tenant's prefix cache further; it never leaves it."""
+    return f"{principal.cache_salt}:{ask.cache_salt}" if ask.cache_salt else principal.cache_salt
 
 
 def _estimate(ask: Ask, output: int) -> int:

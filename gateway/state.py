@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gateway.metrics import Metrics
     from gateway.replicas import ReplicaSet
     from gateway.settings import Settings
+    from gateway.upload import UploadGate
     from tenants.db import Database
     from tenants.directory import TenantDirectory
     from tenants.keys import KeyRing
@@ -42,3 +43,4 @@ class State:
     inference: Inference
     conversations: ConversationStore
     metrics: Metrics
+    uploads: UploadGate
