@@ -83,6 +83,10 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
     async def __anext__(self) -> Chunk: ...
+    def stop(self, choice: int) -> None:
+        """A stop string ended this choice: the engine ends it too, and goes on with the others."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -189,6 +193,12 @@ class EngineClient:
         if self._streams.pop(request_id, None) is not None and self.ready is not None:
             with contextlib.suppress(Unavailable):
                 self._send(Abort(request_id))
+
+    def stop(self, request_id: str, choice: int) -> None:
+        """One choice is not wanted any more. Never raises."""
+        if request_id in self._streams and self.ready is not None:
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(request_id, choice))
 
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -315,6 +325,9 @@ class _Stream:
         if item is None:
             raise StopAsyncIteration
         raise item
+
+    def stop(self, choice: int) -> None:
+        self._client.stop(self._id, choice)
 
     async def aclose(self) -> None:
         self._is_closed = True

@@ -48,9 +48,9 @@ class EngineCore:
         self.can_run = True
         return Accepted(request.id, tier)
 
-    def abort(self, request_id: str) -> None:
-        """Nothing more is said about this request."""
-        self._scheduler.abort(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Nothing more is said about this request; one choice alone finishes."""
+        self._scheduler.abort(request_id, choice)
         self.can_run = True
 
     def step(self) -> list[Chunk | Failed]:

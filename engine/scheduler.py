@@ -88,11 +88,20 @@ class Scheduler:
             self._set_timer(request.deadline, message.id, -1)
         self._start(request, now)
 
-    def abort(self, request_id: str) -> None:
-        """Whatever phase it is in, it is gone. An unknown id is no error: it may have just ended."""
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Whatever phase it is in, it is gone; of one choice that runs beside others, a last chunk says so. What is
+        unknown is no error: it may have just ended."""
         request = self.requests.get(request_id)
-        if request is not None:
+        if request is None:
+            return
+        if choice is None:
             self._end(request)
+        elif request.has_forked and request.sequences[choice].phase is not Phase.DONE:
+            sequence = request.sequences[choice]
+            self._outbox.append(Chunk(request_id, choice, sequence.num_output, [], "stop"))
+            self._stop(sequence)
+            if request.is_done:
+                self._end(request)
 
     def take_outbox(self) -> list[Chunk | Failed]:
         """What there is to say since the last time."""
@@ -166,18 +175,21 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """Gives back everything that the request holds, in whatever phase it is."""
         for sequence in request.sequences:
-            if sequence.phase is Phase.RUNNING:
-                self.running.remove(sequence)
-                self._release(sequence)
-            elif sequence.phase is Phase.WAITING:
-                self._admission.forget(sequence)
-            sequence.phase = Phase.DONE
+            self._stop(sequence)
         if request.num_cached is None:
             self._lanes.leave(request.lane)
         elif request.message.adapter is not None:
             self._residency.drop(request.message.adapter.digest)
         self._lanes.close(request.lane)
         del self.requests[request.message.id]
+
+    def _stop(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self._admission.forget(sequence)
+        sequence.phase = Phase.DONE
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)

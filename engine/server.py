@@ -245,10 +245,11 @@ class Server:
                     self.core.abort(request_id)
             case Generate():
                 self._add(worker, message)
-            case Abort(id=request_id):
+            case Abort(id=request_id, choice=choice):
                 if self._owner.get(request_id) == worker:
-                    self._forget(request_id)
-                    self.core.abort(request_id)
+                    if choice is None:
+                        self._forget(request_id)
+                    self.core.abort(request_id, choice)
             case Warm(adapter=adapter):
                 self.core.warm(adapter)
             case Evict(digest=digest):

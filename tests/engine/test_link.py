@@ -177,6 +177,23 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
         assert not client._streams
 
 
+async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
+    """A choice that is stopped ends in the engine too; the stream goes on with the others to its end."""
+    serve(endpoint, step_s=0.002)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(n=2, max_tokens=60))
+        lengths = [0, 0]
+        async for chunk in stream:
+            lengths[chunk.choice] += len(chunk.ids)
+            if chunk.choice == 1 and chunk.start == 3:
+                stream.stop(1)
+
+        assert lengths[0] == 60
+        assert 3 < lengths[1] < 40
+        assert not client._streams
+
+
 async def test_an_idle_engine_sleeps(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """When nothing is left to do, also after an abort, the step loop waits instead of turning."""
     running = serve(endpoint, step_s=0.005)

@@ -279,3 +279,16 @@ async def test_a_client_that_reads_nothing(server: Live) -> None:
 
     assert frames_of(other.content)[-1] == "[DONE]"
     await place_is_free(server, key)
+
+
+async def test_a_choice_that_a_stop_string_ended_costs_no_more(server: Live) -> None:
+    """Only the text layer sees stop strings: it tells the engine which choice has ended, unless all have."""
+    script = Script(texts=["one END two three", "one two three four END"]).install(server)
+    client = await server.http(await server.key("acme"))
+
+    answer = await client.post("/v1/chat/completions", json=chat(n=2, stop="END", max_tokens=100))
+
+    assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["stop", "stop"]
+    assert [choice["message"]["content"] for choice in answer.json()["choices"]] == ["one ", "one two three four "]
+    assert script.generations[0].stopped == [0]
+    assert script.generations[0].num_closed
