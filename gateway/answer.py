@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from gateway.inference import Inference
 
 
+TOP_UP_MARGIN = 64
+"""So many tokens before a reservation is used up, more is asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """What a client wants. `param` is the request field that held the prompts, for errors.
@@ -102,6 +106,8 @@ class Answer:
         self._generations: list[Generation] = []
         self._texts: list[TextStream] = []
         self._deltas: AsyncIterator[Delta] | None = None
+        self._next_top_up = 0
+        self._topping_up: asyncio.Task[None] | None = None
         self._closed: asyncio.Task[None] | None = None
 
     async def start(self, requests: list[Generate], replicas: ReplicaSet) -> None:
@@ -163,6 +169,8 @@ class Answer:
     async def _close(self) -> None:
         for generation in self._generations:
             await generation.aclose()
+        if self._topping_up is not None:
+            await self._topping_up
         is_computed = self._status != "refused" and bool(self._generations)
         if self._status == "error" and "first_token_s" not in self._times:
             is_computed = False
@@ -209,11 +217,20 @@ class Answer:
         if self.ask.without_output:
             return Delta(choice, "", (), text.finish, None, chunk.prompt_logprobs)
         self.usage.completion_tokens += stream.num_tokens - before
-        self.hold.completion_tokens = self.usage.completion_tokens
+        self._count(self.usage.completion_tokens)
         ids = tuple(chunk.ids[: stream.num_tokens - before]) if self.ask.token_ids else ()
         if not (text.text or text.tokens or text.finish or chunk.prompt_logprobs or ids):
             return None
         return Delta(choice, text.text, text.tokens, text.finish, text.stop_reason, chunk.prompt_logprobs, ids)
+
+    def _count(self, completion_tokens: int) -> None:
+        """For the heartbeat; and more is reserved in time when the client has set no end."""
+        self.hold.completion_tokens = completion_tokens
+        used, tokens = self.hold.used_tokens, self.hold.tokens
+        is_short = tokens < self.hold.ceiling and used + TOP_UP_MARGIN > tokens and used >= self._next_top_up
+        if is_short and (self._topping_up is None or self._topping_up.done()):
+            self._next_top_up = used + TOP_UP_MARGIN  # in debt: not with every token
+            self._topping_up = self._inference.top_up(self.hold)
 
 
 async def _merge(generations: list[Generation]) -> AsyncIterator[tuple[int, Chunk]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tenants.db import Database
     from tenants.directory import TenantDirectory
     from tenants.keys import KeyRing
+    from tenants.plans import PlanBook
     from tenants.quotas import Quotas
     from tenants.state import Client
     from tenants.usage import UsageLedger
@@ -35,6 +36,7 @@ class State:
     quotas: Quotas
     ledger: UsageLedger
     directory: TenantDirectory
+    plans: PlanBook
     registry: AdapterRegistry
     store: AdapterStore
     shape: BaseShape
