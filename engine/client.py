@@ -205,8 +205,9 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         try:
-            # The plain socket's send: it never blocks, and messages keep their order.
-            zmq.Socket.send(self._socket, _encode(message), zmq.NOBLOCK)
+            # Done when it returns, so messages keep their order. Not the plain socket's send: that one can take in the
+            # only sign that something has arrived, and _receive() would sleep for ever.
+            self._socket.send(_encode(message), zmq.NOBLOCK).result()
         except zmq.ZMQError as error:
             raise Unavailable("engine_error", "the engine can't be reached", RETRY_AFTER_S) from error
 

@@ -23,7 +23,7 @@ from engine.config import ConfigError
 from engine.core import EngineCore
 from engine.lanes import Lanes
 from engine.params import SamplingParams
-from engine.protocol import Broken, Generate, Refused, Unavailable
+from engine.protocol import Broken, Generate, Ping, Refused, Unavailable
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.server import Link, Server
 from engine.step import Sampled, Step
@@ -297,6 +297,20 @@ async def test_a_pause_that_the_engine_took_for_death(
         assert not running.core.has_work
         chunks = [chunk async for chunk in await client.generate(ask("next", max_tokens=3))]
         assert sum(len(chunk.ids) for chunk in chunks) == 3
+
+
+async def test_what_comes_while_we_send_is_read(endpoint: str, serve: Serve) -> None:
+    """A message that arrived before a send, in the same turn of a busy loop, is read: the send must not swallow the only
+    sign that it is there."""
+    serve(endpoint)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        for i in range(20):
+            client._send(Ping())
+            time.sleep(0.02)  # noqa: ASYNC251 — the loop is busy while the answer comes
+            client._send(Ping())
+            async with asyncio.timeout(0.9):
+                await client.generate(ask(str(i), max_tokens=1))
 
 
 async def test_a_silent_engine_is_given_up(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

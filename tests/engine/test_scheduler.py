@@ -391,7 +391,7 @@ def test_cached_tokens_are_fixed_at_first_admission() -> None:
 
     assert rig.scheduler.num_preemptions
     assert {chunk.num_cached_tokens for chunk in rig.chunks if chunk.id != "0"} == {16}
-    assert rig.scheduler.num_cached_tokens == 3 * 16
+    assert rig.scheduler.admission.num_cached_tokens == 3 * 16
     assert rig.scheduler.num_prompt_tokens == 4 * 17
 
 
