@@ -8,6 +8,7 @@ One thread, the engine's step loop, calls everything; what the fetch threads hav
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class ResidencyCache:
         self.used_bytes = 0
         self.num_loads = 0
         self.num_evictions = 0
+        self.place_s = 0.0
         self._staging_bytes = budget_bytes // 4 if staging_bytes is None else staging_bytes
         self._staged_bytes = 0
         self._idle_bytes = 0
@@ -103,10 +105,31 @@ class ResidencyCache:
         return self._fetcher.num_loading > 0
 
     @property
+    def host_bytes(self) -> int:
+        """Of adapters that load, or lie ready, on the host."""
+        return self._staged_bytes
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that reading and packing has taken, of all threads together."""
+        return self._fetcher.busy_s
+
+    @property
     def shortage(self) -> tuple[int, int] | None:
         """The first demand, (class, ticket), whose adapter is loaded and waits for room; None if none does."""
         entry = self._first_demanded(State.HOST)
         return None if entry is None else entry.demand
+
+    @property
+    def shortage_bytes(self) -> int:
+        """How many more bytes would have to be unpinned for it."""
+        entry = self._first_demanded(State.HOST)
+        return 0 if entry is None else self.used_bytes - self._idle_bytes + entry.size - self.budget_bytes
+
+    def unpinned_bytes(self, digest: str, num_pins: int) -> int:
+        """What there would be to evict if `num_pins` running sequences released it."""
+        entry = self._entries[digest]
+        return entry.size if entry.pins == num_pins and entry.demand is None else 0
 
     def tier(self, digest: str) -> str:
         """Where it lies: "resident", "host" or "disk"."""
@@ -136,17 +159,25 @@ class ResidencyCache:
             return now
         return entry.started_at
 
-    def prefetch(self, ref: AdapterRef, now: float) -> None:
-        """A request for it has arrived, or is about to: load it when memory and threads are free."""
+    def prefetch(self, ref: AdapterRef, now: float) -> bool:
+        """A request for it has arrived, or is about to: load it when memory and threads are free. True: it was not
+        known, and will be read for this one."""
         entry = self._entries.get(ref.digest)
         if entry is None:
             self._wanted[ref.digest] = self._enter(ref)
             self._start_loads(now)
-            return
+            return True
         entry.is_doomed = False
         for order in (self._idle, self._spare):
             if ref.digest in order:
                 order.move_to_end(ref.digest)
+        return False
+
+    def hasten(self, digest: str, priority: int) -> None:
+        """Whoever waits for it belongs to this class now."""
+        entry = self._entries[digest]
+        if entry.demand is not None and priority < entry.demand[0]:
+            entry.demand = priority, entry.demand[1]
 
     def acquire(self, ref: AdapterRef, now: float, priority: int = 1, may_wait: bool = True) -> bool:
         """True: resident, and pinned until `release`. False: not now; with `may_wait` it is demanded, that is loaded,
@@ -300,7 +331,9 @@ class ResidencyCache:
     def _place(self, entry: _Entry) -> None:
         """From host to resident; idle unless somebody waits for it."""
         digest = entry.ref.digest
+        start = time.perf_counter()
         self._bank.place(digest, entry.host)
+        self.place_s += time.perf_counter() - start
         entry.state, entry.host = State.RESIDENT, None
         self._staged_bytes -= entry.size
         self.used_bytes += entry.size

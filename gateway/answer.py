@@ -125,6 +125,11 @@ class Answer:
         ]
         self._deltas = self._run()
 
+    @property
+    def tier(self) -> str:
+        """Where its adapter lay when the engine took it: resident, host or disk; empty without one."""
+        return self._generations[0].accepted.tier if self._generations else ""
+
     def __aiter__(self) -> Answer:
         return self
 

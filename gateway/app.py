@@ -1,6 +1,6 @@
 """create_app(settings): the gateway of one worker. The lifespan builds State and yields it; nothing happens at import.
 
-Context (ids, times, faults) → Authenticate → StrictBodies → routes
+Context (ids, times, faults) → Authenticate → StrictBodies → Direct → routes
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, keys, plans, tenants, usage
+from gateway.admin import adapters, engine, keys, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
 from gateway.conversations import ConversationStore
+from gateway.direct import Direct
 from gateway.errors import from_details, to_api_error
 from gateway.inference import Inference
 from gateway.metrics import Metrics
@@ -61,17 +62,22 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         version=version("chorus-serve"),
         lifespan=lambda _: _lifespan(settings, engine),
         redirect_slashes=False,
-        middleware=[Middleware(Context), Middleware(Authenticate), Middleware(StrictBodies)],
+        middleware=[
+            Middleware(Context),
+            Middleware(Authenticate),
+            Middleware(StrictBodies),
+            Middleware(Direct, routes=[*openai.router.routes, *responses.router.routes]),
+        ],
         exception_handlers={HTTPException: _answer_error, RequestValidationError: _answer_invalid},
     )
-    for router in _ROUTERS:
+    for router in ROUTERS:
         app.include_router(router)
     return app
 
 
-_ROUTERS = (
+ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
-    plans.router, usage.router, *adapters.routers,
+    plans.router, usage.router, engine.router, *adapters.routers,
 )  # fmt: skip
 
 

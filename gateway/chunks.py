@@ -47,10 +47,12 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
-    """Rate limits as they stood at admission, and which version of an adapter answers."""
+    """Rate limits as they stood at admission, which version of an adapter answers, and where it lay then."""
     headers = rate_headers(answer.hold.windows)
     if answer.model.version is not None:
         headers["x-adapter-version"] = str(answer.model.version)
+    if answer.tier:
+        headers["x-chorus-adapter-tier"] = answer.tier
     return headers
 
 

@@ -70,7 +70,7 @@ class ScriptedGeneration:
     """Chunks of all choices in turn, the last choice first in each round."""
 
     def __init__(self, script: Script, request: Generate, ids: list[list[int]]) -> None:
-        self.accepted = Accepted(id=request.id)
+        self.accepted = Accepted(request.id, "disk" if request.adapter else "")
         self.num_closed = 0
         self.stopped: list[int] = []
         self._script = script

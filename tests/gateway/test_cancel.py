@@ -209,6 +209,19 @@ async def test_an_engine_that_dies_during_a_plain_answer(server: Live) -> None:
     assert answer.json()["error"]["message"] == "gone"
 
 
+async def test_an_adapter_that_does_not_load_in_time(server: Live) -> None:
+    """A plain call is 503 model_loading with Retry-After; a stream, which has begun, tells it in an error event."""
+    Script([LONG], fail_after=0, error=Broken("adapter_loading", "not loaded within 10 s", 1.0)).install(server)
+    client = await server.http(await server.key("loading"))
+
+    plain = await client.post(PATH, json=chat())
+    frames = frames_of((await client.post(PATH, json=chat(stream=True))).content)
+
+    assert (plain.status_code, plain.json()["error"]["code"]) == (503, "model_loading")
+    assert plain.headers["retry-after"] == "1"
+    assert json.loads(frames[-1])["error"]["code"] == "model_loading"
+
+
 async def test_an_unexpected_fault_in_mid_stream(server: Live) -> None:
     """ST-07: a fault of our own is an error event too, and tells nothing of its inside."""
     script = Script([LONG]).install(server)
