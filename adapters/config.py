@@ -185,6 +185,11 @@ def _check_kind(raw: _Fields) -> None:
 
 
 def _check_switches(raw: _Fields) -> None:
+    if raw.get("lora_bias") and (raw.get("use_dora") or raw.get("bias") not in (None, "none")):
+        raise AdapterUnsupported(
+            "unsupported_option", "lora_bias beside use_dora or bias is not supported, nor does PEFT allow it",
+            "lora_bias",
+        )  # fmt: skip
     for key, value in raw.items():
         if key in _APPLIED or key in _TRAINING_ONLY or not value:
             continue

@@ -172,20 +172,15 @@ class _Parts:
         return self._gains() if part == "gain" else self._shifts()
 
     def _gains(self) -> Array:
-        """Magnitude / ‖W + scale·B·A‖, once. lora_bias counts as a column that is added to each of B·A's, as in PEFT."""
+        """Magnitude / ‖W + scale·B·A‖, computed once."""
         if self._gain is None:
             module = self._module
             a, b = self._wide(module.tensor_a), self._wide(module.tensor_b)[self._rows]
-            if module.lora_bias:
-                a = np.concatenate((a, np.ones((1, a.shape[1]), np.float32)))
-                b = np.concatenate((b, self._wide(module.lora_bias)[self._rows, None]), 1)
             squares = self._of_base().squared_norms(module.layer, module.module, a, b * np.float32(module.scale))
             with np.errstate(divide="ignore", invalid="ignore"):
                 gain = self._wide(module.magnitude)[self._rows] / np.sqrt(np.maximum(squares, 0))
             if not np.isfinite(gain).all():
-                raise AdapterInvalid(
-                    "values_not_finite", "the magnitude belongs to a row of zeros", module.magnitude
-                )
+                raise AdapterInvalid("values_not_finite", "the magnitude belongs to a row of zeros", module.magnitude)
             self._gain = gain.astype("<f4")
         return self._gain
 
@@ -198,7 +193,7 @@ class _Parts:
         if base is not None:
             shift += (self._wide(module.bias)[self._rows] if module.bias else base) - gain * base
         if module.lora_bias:
-            shift += gain * self._wide(module.lora_bias)[self._rows] * np.float32(module.scale)
+            shift += self._wide(module.lora_bias)[self._rows] * np.float32(module.scale)
         return shift
 
     def _of_base(self) -> BaseWeights:

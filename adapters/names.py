@@ -119,6 +119,7 @@ def _path(match: re.Match[str]) -> str:
 
 
 def _kind(module: str, tail: str) -> str | None:
+    kinds: tuple[tuple[str, re.Pattern[str]], ...]
     if module == "embed_tokens":
         kinds = (*_EMBEDDING, *_TABLE)
     elif module == "lm_head":

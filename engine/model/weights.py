@@ -31,9 +31,9 @@ def load_model(path: Path, config: ModelConfig, ops: Ops, device: torch.device |
         norm_H = reader.norm("model.norm.weight", hidden)
         if config.tie_word_embeddings:
             reader.ignore("lm_head.weight")
-            head = Linear(ops.pack_linear(embedding_VH))
+            head = _packed(ops, embedding_VH)
         else:
-            head = Linear(ops.pack_linear(reader.take("lm_head.weight", vocab, hidden)))
+            head = _packed(ops, reader.take("lm_head.weight", vocab, hidden))
         reader.finish()
     return Transformer(config, ops, embedding_VH, layers, norm_H, head)
 
@@ -62,7 +62,12 @@ def _linear(reader: _Reader, config: ModelConfig, block: str, names: tuple[str, 
     if has_bias:
         parts = [reader.take(f"{block}.{name}.bias", config.linears[name][0]) for name in names]
         bias = torch.cat(parts).to(reader.ops.activation_dtype)
-    return Linear(reader.ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0]), bias)
+    return _packed(reader.ops, torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+
+
+def _packed(ops: Ops, weight_OH: Tensor, bias_O: Tensor | None = None) -> Linear:
+    squares_O = torch.linalg.vector_norm(weight_OH, dim=1, dtype=torch.float32).square_()
+    return Linear(ops.pack_linear(weight_OH), squares_O, bias_O)
 
 
 class _Reader:

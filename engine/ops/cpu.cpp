@@ -465,7 +465,9 @@ struct Segment {
   const int64_t* directory;  // [layers][modules][fields]
 };
 
-constexpr int MODULES = 7, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, UNIT = 16;  // as adapters/loader.py packs
+// As adapters/loader.py packs; g and c are fp32.
+constexpr int MODULES = 14, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, FLAGS = 3, OFFSET_C = 4, OFFSET_G = 5;
+constexpr int UNIT = 16, HAS_G = 1, HAS_C = 2;
 
 // z[row][rank] = A·x for `rows` rows, A [rank, H].
 template <int R>
@@ -533,7 +535,18 @@ INLINE void expand(float* y, long ldy, const float* z, long ldz, const bf16* B, 
     }
 }
 
-// y[t, first:last] += B·(A·x[t]) for each slice and each row t of a segment. Rows outside segments are not touched.
+// y[row][o] = g[o] · y[row][o] + c[o], for `rows` rows of O; without g it is 1, without c 0.
+INLINE void rescale(float* y, long ldy, int rows, long O, const float* g, const float* c) {
+  for (int r = 0; r < rows; r++)
+    for (long o = 0; o < O; o++) {
+      float value = y[r * ldy + o];
+      if (g) value *= g[o];
+      if (c) value += c[o];
+      y[r * ldy + o] = value;
+    }
+}
+
+// y[t, first:last] = g ∘ (y[t, first:last] + B·(A·x[t])) + c for each slice and each row t of a segment. Rows outside segments are not touched.
 extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H, long num_segments,
                             const Segment* segments, long layer, long num_slices, const Slice* slices,
                             long max_rank) {
@@ -555,20 +568,44 @@ extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H
       for (long s = 0; s < num_slices; s++) {
         const Item& item = todo[i];
         const int64_t* entry = item.segment->directory + (layer * MODULES + slices[s].module) * FIELDS;
-        const long rank = entry[RANK];
-        if (!rank) continue;
+        const long rank = entry[RANK], flags = entry[FLAGS];
+        if (!rank && !flags) continue;
         const bf16* A = item.segment->arena + entry[OFFSET_A] * UNIT;
         const bf16* B = item.segment->arena + entry[OFFSET_B] * UNIT;
         float* z = z_all + (i * num_slices + s) * R * ldz;
         const float* from = x + item.row * ldx;
         float* to = y + item.row * ldy + slices[s].first;
         const long O = slices[s].last - slices[s].first;
-        switch (item.count) {
+        if (rank) switch (item.count) {
           case 1: shrink<1>(from, ldx, A, rank, H, z, ldz); expand<1>(to, ldy, z, ldz, B, rank, O, 0, O); break;
           case 2: shrink<2>(from, ldx, A, rank, H, z, ldz); expand<2>(to, ldy, z, ldz, B, rank, O, 0, O); break;
           case 3: shrink<3>(from, ldx, A, rank, H, z, ldz); expand<3>(to, ldy, z, ldz, B, rank, O, 0, O); break;
           default: shrink<4>(from, ldx, A, rank, H, z, ldz); expand<4>(to, ldy, z, ldz, B, rank, O, 0, O);
         }
+        if (flags) {
+          auto vector = [&](int flag, int field) {
+            return flags & flag ? (const float*)(item.segment->arena + entry[field] * UNIT) : nullptr;
+          };
+          rescale(to, ldy, item.count, O, vector(HAS_G, OFFSET_G), vector(HAS_C, OFFSET_C));
+        }
       }
   }
+}
+
+// y = W·x for M rows of x, with W [O, H] row-major bf16: what a single adapter brings along for embedding and head.
+extern "C" void chorus_dense(const float* x, long M, long H, long ldx, const bf16* W, long O, float* y, long ldy) {
+  constexpr int R = 4, COLUMNS = 64;
+#pragma omp parallel for collapse(2) schedule(static) if (M * O > 4096)
+  for (long o = 0; o < O; o += COLUMNS)
+    for (long m = 0; m < M; m += R) {
+      const long count = std::min<long>(COLUMNS, O - o);
+      const float* from = x + m * ldx;
+      float* to = y + m * ldy + o;
+      switch (std::min<long>(R, M - m)) {
+        case 1: shrink<1>(from, ldx, W + o * H, count, H, to, ldy); break;
+        case 2: shrink<2>(from, ldx, W + o * H, count, H, to, ldy); break;
+        case 3: shrink<3>(from, ldx, W + o * H, count, H, to, ldy); break;
+        default: shrink<4>(from, ldx, W + o * H, count, H, to, ldy);
+      }
+    }
 }
