@@ -36,6 +36,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LONG_LIST = 16
 """From so many prompts on, a terminal gets a progress bar."""
 LOAD_WAIT_S = 0.1
+ADAPTER_WAIT_S = 3600.0
+"""Nobody waits at a screen: a slow disk is no reason to fail a list of prompts."""
 
 
 class LLM:
@@ -72,6 +74,7 @@ class LLM:
             block_size=block_size,
             max_lora_rank=max_lora_rank,
             enable_prefix_caching=enable_prefix_caching,
+            adapter_wait_s=ADAPTER_WAIT_S,
             seed=seed,
         )
         self._shape = ModelConfig.from_dir(config.model).base_shape()

@@ -39,7 +39,7 @@ class Scheduler:
         self._lanes = lanes
         self._intake = Intake(config, pool.num_blocks, pool.block_size)
         self._admission = Admission(config, pool, residency, lanes, self.requests)
-        self._copies: dict[int, int] = {}  # destination block → source block
+        self._copies: list[tuple[int, int]] = []  # for the next step; a new owner of a block writes before it reads
         self._timers: list[tuple[float, int, str, int]] = []  # (due, ticket, request id, choice or -1 for the deadline)
         self._num_timers = 0
         self._turn = 0
@@ -107,14 +107,11 @@ class Scheduler:
         self._admission.absorb(now)
         self._end_failed()
         rows: dict[Sequence, Row] = {}
-        num_preemptions = self.num_preemptions
         budget = self._schedule_running(rows)
-        if self.num_preemptions == num_preemptions:
-            self._schedule_waiting(rows, budget, now)
+        self._schedule_waiting(rows, budget, now)
         if not rows:
             return None
-        copies = tuple((source, destination) for destination, source in self._copies.items())
-        self._copies.clear()
+        copies, self._copies = tuple(self._copies), []
         return Step(tuple(rows.values()), copies)
 
     def commit(self, step: Step, sampled: list[Sampled]) -> list[Chunk | Failed]:
@@ -184,11 +181,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
-        for block in sequence.blocks:
-            self._copies.pop(block, None)
         sequence.blocks = []
         sequence.num_computed = 0
-        sequence.num_hashed = 0
         if sequence.adapter is not None:
             self._residency.release(sequence.adapter.digest)
         self._admission.has_news = True
@@ -265,7 +259,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, rows: dict[Sequence, Row]) -> int:
         """Its blocks are free, its tokens stay; it waits before all newer work of its class."""
         self.num_preemptions += 1
-        assert self.running.pop() is victim
+        self.running.remove(victim)
         self._release(victim)
         victim.phase = Phase.WAITING
         self._admission.push(victim)
@@ -349,7 +343,7 @@ class Scheduler:
         pool.share(shared)
         sequence.blocks = shared + pool.allocate(num_new)
         if num_shared % pool.block_size:
-            self._copies[sequence.blocks[num_full]] = leader.blocks[num_full]
+            self._copies.append((leader.blocks[num_full], sequence.blocks[num_full]))
         sequence.num_computed = num_shared
         sequence.num_hashed = num_full
         sequence.hashes = leader.hashes[:num_full]

@@ -67,20 +67,20 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateFault(f"the chat template can't be read: {error}") from error
 
-    def render(self, messages: list[Message], **variables: Any) -> tuple[str, str]:
+    def render(self, messages: list[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """→ (text, mark): what the template makes of the messages, with `mark` inside what people wrote that looks
         like a control token. Raises TemplateFault."""
-        mark = self._free_mark(messages, variables)
-        safe = [
-            {
-                key: value if key == "role" else _map(value, self._break(mark, message["role"] == "assistant"))
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
-        values = self._variables | {key: _map(value, self._break(mark, False)) for key, value in variables.items()}
         try:
-            return self._template.render(messages=safe, **values), mark
+            mark = self._free_mark(messages, variables)
+            safe = [
+                {
+                    key: value if key == "role" else _map(value, self._break(mark, message["role"] == "assistant"))
+                    for key, value in message.items()
+                }
+                for message in messages
+            ]
+            values = {key: _map(value, self._break(mark, False)) for key, value in variables.items()}
+            return self._template.render(self._variables | values | {"messages": safe}), mark
         except _FAULTS as error:
             raise TemplateFault(str(error) or type(error).__name__) from error
 
@@ -90,7 +90,7 @@ class ChatTemplate:
             return lambda text: text
         return lambda text: pattern.sub(lambda match: match[0] + mark, text)
 
-    def _free_mark(self, messages: list[Message], variables: dict[str, Any]) -> str:
+    def _free_mark(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
         free = set(_MARKS)
 
         def look(text: str) -> str:
@@ -98,7 +98,7 @@ class ChatTemplate:
                 free.difference_update(text)
             return text
 
-        _map([messages, variables], look)
+        _map([messages, dict(variables)], look)
         if not free:
             raise TemplateFault("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF")
         return min(free)

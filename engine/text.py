@@ -106,10 +106,8 @@ class Tokenizer:
             raise PromptError("This model has no chat template; use /v1/completions.", "messages")
         final = str(messages[-1]["content"]).strip() if continue_final_message and messages else ""
         try:
-            text, mark = self._template.render(
-                messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **(variables or {}),
-            )  # fmt: skip
+            generate = add_generation_prompt and not continue_final_message
+            text, mark = self._template.render(messages, (variables or {}) | {"add_generation_prompt": generate})
         except TemplateFault as error:
             raise PromptError(f"The chat template refuses these messages: {error}", "messages") from error
         if continue_final_message:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Body = TypeVar("Body", bound=BaseModel)
 PARSED = "chorus.json"
 """Where the ASGI scope carries the parsed body."""
+MIN_BRACKETS = 20_000
+BRACKETS_PER_TOKEN = 8
 
 
 class StrictBodies:
@@ -36,6 +38,7 @@ class StrictBodies:
         state: State = scope["state"]["chorus"]
         try:
             raw = await read_body(request, state.settings.max_body)
+            check_amount(raw, state.inference.models.max_model_len)
             scope[PARSED] = parse(raw) if raw else None
         except ApiError as error:
             return await error.response()(scope, receive, send)
@@ -74,6 +77,19 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise too_large(limit)
         parts.append(part)
     return b"".join(parts)
+
+
+def check_amount(raw: bytes, max_model_len: int) -> None:
+    """More messages than the model can read tokens, and more brackets than it could read as text, are refused before
+    objects are made of them. (Inside a string the quotes of "role" would be escaped.)"""
+    if raw.count(b"[") + raw.count(b"{") > max(MIN_BRACKETS, BRACKETS_PER_TOKEN * max_model_len):
+        raise bad_request("The request body holds too many lists and objects.")
+    count = raw.count(b'"role"')
+    if count > max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {max_model_len} tokens; {count} messages can't fit.", "messages",
+            "context_length_exceeded",
+        )  # fmt: skip
 
 
 class _Repeated(ValueError):

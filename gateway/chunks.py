@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from engine.protocol import TokenLogprobs
+from gateway.answer import Answer, Delta, Usage
 from gateway.errors import rate_headers
-from gateway.inference import Answer, Delta, Usage
 from gateway.logprobs import Names, TextLogprobs, chat_logprobs, prompt_logprobs
 from gateway.sse import DONE, frame
 

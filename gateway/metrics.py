@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 
 import msgspec
@@ -110,6 +111,7 @@ class Metrics:
                 await self.flush()
 
 
+@lru_cache(4096)
 def _field(name: str, labels: tuple[str, ...], part: str) -> str:
     return json.dumps([name, list(labels), part], separators=(",", ":"))
 

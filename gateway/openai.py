@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answer import Answer, Ask
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
 from gateway.chunks import ChatWriter, Shape, TextWriter, answer_headers
 from gateway.errors import bad_request
-from gateway.inference import Answer, Ask
 from gateway.logprobs import Names
 from gateway.models import Model, ModelTable
 from gateway.prompts import Chat, Prompt, Text

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.answer import Answer, Ask, Delta, Usage
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
 from gateway.chunks import answer_headers
 from gateway.conversations import NotStored
 from gateway.errors import ApiError, bad_request, to_api_error
 from gateway.exchange import Exchange
-from gateway.inference import Answer, Ask, Delta, Usage
 from gateway.item_lists import After, Limit, Order, item_list
 from gateway.logprobs import Names, chat_logprobs
 from gateway.openai import body_of

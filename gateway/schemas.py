@@ -30,6 +30,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that Chorus does not serve (yet), or that no client may decide: only these values, which ask for nothing."""
 MAX_PROMPTS = 1024
 MAX_CHOICES_IN_ALL = 2048
+MAX_ENTRIES = 1024
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""A list of a million wrong entries is wrong at its first one."""
 
 
 def check_fields(body: Any) -> Any:
@@ -67,12 +70,12 @@ class Generation(_Body):
     min_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_ENTRIES, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ENTRIES)] | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -139,7 +142,7 @@ class Message(_Body):
     """One turn. `developer` is what newer clients call the system role."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | RefusalPart] | None = None
+    content: str | Annotated[list[TextPart | RefusalPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -166,7 +169,7 @@ class Message(_Body):
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -199,15 +202,22 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """POST /v1/completions. max_tokens 0 is allowed with `echo`: then only the prompt is wanted."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, body: Any) -> Any:
+        """Before a million lists are looked at one by one."""
+        prompt = body.get("prompt") if isinstance(body, Mapping) else None
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+            raise bad_request(f"At most {MAX_PROMPTS} prompts.", "prompt")
+        return body
+
     @model_validator(mode="after")
     def _completion(self) -> CompletionRequest:
-        if isinstance(self.prompt, list) and len(self.prompts) > MAX_PROMPTS:
-            raise bad_request(f"At most {MAX_PROMPTS} prompts.", "prompt")
         if len(self.prompts) * (self.n or 1) > MAX_CHOICES_IN_ALL:
             raise bad_request(f"At most {MAX_CHOICES_IN_ALL} choices in all.", "n")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -239,7 +249,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -257,4 +267,4 @@ class DetokenizeRequest(_Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids

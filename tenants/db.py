@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, DateTime, Dialect, MetaData, TypeDecorator, event, make_url
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
@@ -145,14 +145,16 @@ class Database:
     @asynccontextmanager
     async def _open(self, session: AsyncSession) -> AsyncIterator[AsyncSession]:
         try:
-            await self._within(session.connection())
-            yield session
-        except IntegrityError:
-            raise  # an answer, not an outage: the caller knows what it means
-        except (DBAPIError, PoolTimeout, OSError, TimeoutError) as error:
-            if isinstance(error, DBAPIError) and not _is_outage(error):
-                raise
-            raise DatabaseUnavailable(f"the database does not answer: {type(error).__name__}") from error
+            try:
+                await self._within(session.connection())
+            except (SQLAlchemyError, OSError, TimeoutError) as error:
+                raise DatabaseUnavailable(f"the database gives no connection: {type(error).__name__}") from error
+            try:
+                yield session
+            except (DBAPIError, PoolTimeout, ConnectionError, TimeoutError) as error:
+                if isinstance(error, DBAPIError) and not _is_outage(error):
+                    raise  # an answer: the caller knows what it means
+                raise DatabaseUnavailable(f"the database does not answer: {type(error).__name__}") from error
         finally:
             await self._within(session.close(), quiet=True)
 
@@ -175,19 +177,22 @@ class Database:
             task.exception()  # seen
 
 
-def _is_outage(error: SQLAlchemyError) -> bool:
+def _is_outage(error: DBAPIError) -> bool:
     """Is it the server that fails, rather than our statement?"""
-    if not isinstance(error, DBAPIError):
-        return False
     if error.connection_invalidated:
         return True
-    text = f"{type(error.orig).__name__} {error.orig}"
-    return any(sign in text for sign in _OUTAGE_SIGNS)
+    sqlstate = getattr(error.orig, "sqlstate", None) or ""
+    return sqlstate.startswith(_OUTAGE_STATES) or _sqlite_name(error) in _OUTAGE_NAMES
 
 
-_OUTAGE_SIGNS = (
-    "database is locked", "disk I/O error", "unable to open database", "disk is full",  # SQLite
-    "InterfaceError", "ConnectionDoesNotExist", "CannotConnectNow", "TooManyConnections", "AdminShutdown",
-    "CrashShutdown", "ConnectionFailure", "connection is closed", "TimeoutError", "ConnectionRefused",
-    "DeadlockDetected", "SerializationError", "DiskFull", "OutOfMemory",
-)  # fmt: skip
+def _sqlite_name(error: DBAPIError) -> str:
+    name = str(getattr(error.orig, "sqlite_errorname", ""))
+    return "SQLITE_IOERR" if name.startswith("SQLITE_IOERR") else name
+
+
+_OUTAGE_STATES = ("08", "40", "53", "55P03", "57", "58", "XX")
+"""PostgreSQL: connection, rolled back (deadlock), resources, lock, operator, system, internal."""
+_OUTAGE_NAMES = {
+    "SQLITE_BUSY", "SQLITE_BUSY_SNAPSHOT", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY",
+    "SQLITE_IOERR",
+}  # fmt: skip

@@ -164,8 +164,12 @@ class Quotas:
         while self._recent and self._recent[0][0] < started - REPEAT_S:
             self._recent.popleft()
         for attempt_id, (hold, record) in list(self._kept.items()):
-            await self._settle(hold, record)
-            self._kept.pop(attempt_id, None)
+            try:
+                await self._settle(hold, record)
+            except RedisError:
+                log.exception("settlement of %s is still kept", attempt_id)
+            else:
+                self._kept.pop(attempt_id, None)
 
     async def sweep(self) -> int:
         """Settle every expired lease of every tenant. → how many. Raises RedisUnavailable."""
@@ -187,7 +191,7 @@ class Quotas:
         """Settle what is on its way or kept. → what Redis does not take: it is the caller's now."""
         if self._settling:
             await asyncio.wait(set(self._settling))
-        with suppress(RedisUnavailable):
+        with suppress(RedisUnavailable, RedisError):
             await self.retry()
         kept = [record for _, record in self._kept.values() if record is not None]
         self._kept.clear()

@@ -9,9 +9,6 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
-from redis.exceptions import RedisError
-from sqlalchemy.exc import SQLAlchemyError
-
 from tenants.db import StateUnavailable
 from tenants.epochs import Epochs
 from tenants.flusher import UsageFlusher
@@ -86,5 +83,5 @@ class Upkeep:
             await job()
         except StateUnavailable as error:
             log.debug("upkeep waits: %s", error)
-        except (RedisError, SQLAlchemyError):
+        except Exception:
             log.exception("upkeep failed and will be tried again")

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("cpu.cpp")
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",
+    "-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-pthread",
     "-fPIC", "-shared", "-Wno-psabi",
 )  # fmt: skip
 TIMEOUT_S = 180.0

@@ -9,12 +9,15 @@
 // registers (a shift, a mask) and multiplied in fp32.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
+#include <type_traits>
 #include <vector>
 
-#include <omp.h>
+#include <sched.h>
 
 #if defined(__AVX512F__)
 constexpr int L = 16, MAX_R = 12;  // 32 registers of 16 floats
@@ -84,6 +87,99 @@ INLINE vf vexp(vf x) {  // e^x for x <= 88, 0 below -87; relative error < 2e-7 (
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+
+// ---------------------------------------------------------------------------------------------------- threads
+//
+// Tasks are claimed one by one, and the caller works too: it waits only for tasks that a helper has begun. A helper that
+// the system does not schedule (two busy processes on two cores are enough) costs its help, not a time slice per call,
+// which is what a fork-join with a barrier pays. One caller at a time: the engine's step loop.
+
+INLINE void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  void resize(int num_threads) {
+    for (; helpers_ < num_threads - 1; helpers_++) std::thread([this] { help(); }).detach();
+    wanted_ = num_threads;
+  }
+  int size() const { return wanted_; }
+
+  template <class F> void run(long count, const F& task) {
+    if (wanted_ == 1 || count < 2 || is_taken_.test_and_set(std::memory_order_acquire)) {
+      for (long i = 0; i < count; i++) task(i);  // alone: also while another thread (one that loads) has the helpers
+      return;
+    }
+    const uint64_t closed = ((state_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | CLOSED;
+    state_.store(closed);  // nobody can claim while the job is exchanged
+    call_.store([](const void* f, long i) { (*static_cast<const F*>(f))(i); }, std::memory_order_relaxed);
+    data_.store(&task, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    state_.store(((closed >> 32) + 1) << 32);
+    state_.notify_all();
+    while (claim()) {}
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++)
+      if (spins < 4096) pause_cpu();
+      else sched_yield();
+    is_taken_.clear(std::memory_order_release);
+  }
+
+ private:
+  static constexpr uint64_t CLOSED = 0xffffffff;
+  static constexpr int SPINS = 4096;  // about 0.1 ms: longer than the gap between two operations of a step
+  using Call = void (*)(const void*, long);
+
+  bool claim() {  // runs one task of the current job; false if none is left
+    uint64_t state = state_.load(std::memory_order_acquire);
+    for (;;) {
+      const long index = long(state & CLOSED);
+      const Call call = call_.load(std::memory_order_relaxed);
+      const void* data = data_.load(std::memory_order_relaxed);
+      if (index >= count_.load(std::memory_order_relaxed)) return false;
+      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
+      call(data, index);
+      done_.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+  }
+
+  void help() {
+    for (;;) {
+      while (claim()) {}
+      const uint64_t seen = state_.load(std::memory_order_acquire);
+      int spins = 0;
+      while (state_.load(std::memory_order_relaxed) >> 32 == seen >> 32 && spins++ < SPINS) pause_cpu();
+      if (spins > SPINS) state_.wait(seen);
+    }
+  }
+
+  std::atomic<uint64_t> state_{CLOSED};  // job number, index of its next task
+  std::atomic<Call> call_{nullptr};
+  std::atomic<const void*> data_{nullptr};
+  std::atomic<long> count_{0};
+  std::atomic<long> done_{0};
+  std::atomic_flag is_taken_ = ATOMIC_FLAG_INIT;
+  int helpers_ = 0, wanted_ = 1;
+};
+
+static Pool& pool = *new Pool;  // never destroyed: helpers outlive main()
+
+extern "C" void chorus_set_threads(int num_threads) { pool.resize(std::max(1, num_threads)); }
+
+// task(i) for i in [0, count), in parts that are worth handing over when `work` (elements) is large.
+template <class F> static void for_rows(long count, long work, const F& task) {
+  const long step = work < 16384 ? count : std::max(1L, count / (4 * pool.size()));
+  if (!count) return;
+  pool.run((count + step - 1) / step, [&](long part) {
+    for (long i = part * step; i < std::min(count, (part + 1) * step); i++) task(i);
+  });
 }
 
 // A buffer of the calling thread that only grows: no allocation in a running server.
@@ -178,8 +274,7 @@ extern "C" long chorus_packed_size(long N, long K) { return (N + NT - 1) / NT * 
 // W [N, K] bf16 → tiles [N/NT][K/2][NT] of pairs, zero-padded; the tail is room for prefetching.
 extern "C" void chorus_pack(const bf16* W, long N, long K, uint32_t* out) {
   long tiles = (N + NT - 1) / NT, kp = (K + 1) / 2;
-#pragma omp parallel for
-  for (long t = 0; t < tiles; t++)
+  pool.run(tiles, [=](long t) {
     for (long k = 0; k < kp; k++)
       for (long c = 0; c < NT; c++) {
         long n = t * NT + c;
@@ -187,6 +282,7 @@ extern "C" void chorus_pack(const bf16* W, long N, long K, uint32_t* out) {
         uint32_t hi = n < N && 2 * k + 1 < K ? W[n * K + 2 * k + 1] : 0;
         out[(t * kp + k) * NT + c] = lo | hi << 16;
       }
+  });
   std::memset(out + tiles * kp * NT, 0, 16 * NT * sizeof(uint32_t));
 }
 
@@ -194,29 +290,25 @@ extern "C" void chorus_pack(const bf16* W, long N, long K, uint32_t* out) {
 extern "C" void chorus_linear(const float* x, long M, long K, long ldx, const uint32_t* w, long N, const float* bias,
                               float* y, long ldy) {
   static thread_local std::vector<float> buffer;
-  long kp = (K + 1) / 2, padded = 2 * kp, tiles = (N + NT - 1) / NT;
+  const long kp = (K + 1) / 2, padded = 2 * kp, tiles = (N + NT - 1) / NT;
   float* wide = scratch(buffer, std::min(M, ROWS_AT_ONCE) * padded);
-#pragma omp parallel
-  {
-    long id = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (long begin = 0; begin < M; begin += ROWS_AT_ONCE) {
-      long count = std::min(ROWS_AT_ONCE, M - begin), parts = num_parts(count);
-      for (long i = id; i < parts; i += threads) {
-        long a = part_start(count, parts, i), b = part_start(count, parts, i + 1);
-        transpose(x + (begin + a) * ldx, ldx, int(b - a), K, padded, wide + a * padded);
+  for (long begin = 0; begin < M; begin += ROWS_AT_ONCE) {
+    const long count = std::min(ROWS_AT_ONCE, M - begin), parts = num_parts(count);
+    pool.run(parts, [=](long i) {
+      const long a = part_start(count, parts, i), b = part_start(count, parts, i + 1);
+      transpose(x + (begin + a) * ldx, ldx, int(b - a), K, padded, wide + a * padded);
+    });
+    // A tile of weights is read from memory once and meets all rows of the chunk while it is in the cache. Few rows:
+    // several tiles at a time, so that enough sums are under way.
+    const long step = parts > 1 ? 1 : std::clamp(tiles / (4 * pool.size()) / 4 * 4, 4L, 16L);
+    pool.run((tiles + step - 1) / step, [=](long task) {
+      const long t = task * step, num = std::min(step, tiles - t);
+      const Out out{y + t * NT, ldy, N - t * NT, bias ? bias + t * NT : nullptr};
+      for (long i = 0; i < parts; i++) {
+        const long a = part_start(count, parts, i), b = part_start(count, parts, i + 1);
+        dispatch<MAX_R>(int(b - a), wide + a * padded, w + t * kp * NT, kp, out, begin + a, 0, num);
       }
-#pragma omp barrier
-      // A tile of weights is read from memory once and meets all rows of the chunk while it is in the cache.
-      long first = tiles * id / threads, last = tiles * (id + 1) / threads;
-      long step = parts == 1 ? last - first : 1;
-      for (long t = first; t < last; t += step)
-        for (long i = 0; i < parts; i++) {
-          long a = part_start(count, parts, i), b = part_start(count, parts, i + 1);
-          const Out out{y + t * NT, ldy, N - t * NT, bias ? bias + t * NT : nullptr};
-          dispatch<MAX_R>(int(b - a), wide + a * padded, w + t * kp * NT, kp, out, begin + a, 0, step);
-        }
-#pragma omp barrier
-    }
+    });
   }
 }
 
@@ -234,8 +326,7 @@ INLINE bf16 finite(float x) {
 extern "C" void chorus_write_kv(const float* k, const float* v, long T, long ldk, long ldv, long heads, long D,
                                 bf16* cache, long num_blocks, const int64_t* slots) {
   long block_size = heads * BLOCK * D;
-#pragma omp parallel for if (T * heads > 64)
-  for (long t = 0; t < T; t++) {
+  for_rows(T, T * heads * D, [=](long t) {
     long block = slots[t] / BLOCK, offset = slots[t] % BLOCK;
     for (long h = 0; h < heads; h++) {
       bf16* keys = cache + block * block_size + h * BLOCK * D;
@@ -245,7 +336,7 @@ extern "C" void chorus_write_kv(const float* k, const float* v, long T, long ldk
         values[(offset / 2 * D + d) * 2 + offset % 2] = finite(v[t * ldv + h * D + d]);
       }
     }
-  }
+  });
 }
 
 struct Attention {
@@ -387,15 +478,12 @@ extern "C" void chorus_attention(const float* q, long ldq, long heads, long kv_h
   for (long s = 0; s < S; s++)
     for (long row = 0, rows = lengths[s] * G; row < rows; row += MAX_R)
       for (long kv = 0; kv < kv_heads; kv++) items.push_back({s, kv, row, int(std::min<long>(MAX_R, rows - row))});
-  const std::vector<Item>& todo = items;
-#pragma omp parallel
-  {
+  const Item* todo = items.data();
+  pool.run(items.size(), [&](long i) {
     static thread_local std::vector<float> buffer;
     float* work = scratch(buffer, MAX_R * (2 * D + GROUP));
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < todo.size(); i++)
-      attend_any<MAX_R>(todo[i].count, at, todo[i].s, todo[i].kv, todo[i].row, work);
-  }
+    attend_any<MAX_R>(todo[i].count, at, todo[i].s, todo[i].kv, todo[i].row, work);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------- element-wise
@@ -403,8 +491,7 @@ extern "C" void chorus_attention(const float* q, long ldq, long heads, long kv_h
 // y = x / sqrt(mean(x²) + eps) · w for each of M rows of H; with `residual`, first residual += x, and it is normalised.
 extern "C" void chorus_rms_norm(const float* x, long M, long H, long ldx, float* residual, long ldr,
                                 const float* weight, double eps, float* y, long ldy) {
-#pragma omp parallel for if (M * H > 16384)
-  for (long m = 0; m < M; m++) {
+  for_rows(M, M * H, [=](long m) {
     const float* from = x + m * ldx;
     if (residual) {
       float* kept = residual + m * ldr;
@@ -418,13 +505,12 @@ extern "C" void chorus_rms_norm(const float* x, long M, long H, long ldx, float*
     for (; h < H; h++) tail += from[h] * from[h];
     const float factor = 1.0f / std::sqrt((sum(square) + tail) / float(H) + float(eps));
     for (h = 0; h < H; h++) y[m * ldy + h] = from[h] * factor * weight[h];
-  }
+  });
 }
 
 // y = silu(gate) · up, with gate | up side by side in each row of 2·I.
 extern "C" void chorus_silu_mul(const float* x, long M, long I, long ldx, float* y, long ldy) {
-#pragma omp parallel for if (M * I > 8192)
-  for (long m = 0; m < M; m++) {
+  for_rows(M, M * I, [=](long m) {
     const float *gate = x + m * ldx, *up = gate + I;
     float* to = y + m * ldy;
     long i = 0;
@@ -433,7 +519,7 @@ extern "C" void chorus_silu_mul(const float* x, long M, long I, long ldx, float*
       store(to + i, g / (1.0f + vexp(vmin(-g, splat(88.0f)))) * load<vf>(up + i));
     }
     for (; i < I; i++) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-  }
+  });
 }
 
 // Rotates the halves of `heads` heads of D at the start of each row, in place: (a, b) → (a·cos − b·sin, b·cos + a·sin),
@@ -441,8 +527,7 @@ extern "C" void chorus_silu_mul(const float* x, long M, long I, long ldx, float*
 extern "C" void chorus_rope(float* x, long T, long ldx, long heads, long D, const float* cos, const float* sin,
                             long ldc) {
   const long half = D / 2;
-#pragma omp parallel for if (T * heads * D > 16384)
-  for (long t = 0; t < T; t++) {
+  for_rows(T, T * heads * D, [=](long t) {
     const float *c = cos + t * ldc, *s = sin + t * ldc;
     for (long h = 0; h < heads; h++) {
       float *a = x + t * ldx + h * D, *b = a + half;
@@ -452,7 +537,7 @@ extern "C" void chorus_rope(float* x, long T, long ldx, long heads, long D, cons
         b[d] = second * c[d] + first * s[d];
       }
     }
-  }
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------ LoRA
@@ -500,9 +585,9 @@ INLINE void shrink(const float* x, long ldx, const bf16* A, long rank, long H, f
   for (; j < rank; j++) part(std::integral_constant<int, 1>{}, j);
 }
 
-// y[row][o] += sum over j of z[row][j] · B[j][o], for R rows and columns [from, to).
+// y[row][o] += sum over j of z[row][j] · B[j][o], for R rows.
 template <int R>
-INLINE void expand(float* y, long ldy, const float* z, long ldz, const bf16* B, long rank, long O, long from, long to) {
+INLINE void expand(float* y, long ldy, const float* z, long ldz, const bf16* B, long rank, long O) {
   constexpr int C = R == 1 ? 4 : 2;
   auto part = [&](auto count, long o) {
     constexpr int N = decltype(count)::value;
@@ -524,10 +609,10 @@ INLINE void expand(float* y, long ldy, const float* z, long ldz, const bf16* B, 
         store(at, load<vf>(at) + acc[r][n]);
       }
   };
-  long o = from;
-  for (; o + C * L <= to; o += C * L) part(std::integral_constant<int, C>{}, o);
-  for (; o + L <= to; o += L) part(std::integral_constant<int, 1>{}, o);
-  for (; o < to; o++)
+  long o = 0;
+  for (; o + C * L <= O; o += C * L) part(std::integral_constant<int, C>{}, o);
+  for (; o + L <= O; o += L) part(std::integral_constant<int, 1>{}, o);
+  for (; o < O; o++)
     for (int r = 0; r < R; r++) {
       float total = 0.0f;
       for (long j = 0; j < rank; j++) total += z[r * ldz + j] * widen1(B[j * O + o]);
@@ -546,7 +631,8 @@ INLINE void rescale(float* y, long ldy, int rows, long O, const float* g, const 
     }
 }
 
-// y[t, first:last] = g ∘ (y[t, first:last] + B·(A·x[t])) + c for each slice and each row t of a segment. Rows outside segments are not touched.
+// y[t, first:last] = g ∘ (y[t, first:last] + B·(A·x[t])) + c for each slice and each row t of a segment. Rows outside
+// segments are not touched.
 extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H, long num_segments,
                             const Segment* segments, long layer, long num_slices, const Slice* slices,
                             long max_rank) {
@@ -557,48 +643,44 @@ extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H
   for (long i = 0; i < num_segments; i++)
     for (long row = segments[i].start; row < segments[i].end; row += R)
       items.push_back({segments + i, row, int(std::min<long>(R, segments[i].end - row))});
-  const std::vector<Item>& todo = items;
+  const Item* todo = items.data();
   const long ldz = max_rank;
-  static thread_local std::vector<float> shared;
-  float* z_all = scratch(shared, todo.size() * num_slices * R * ldz);
-#pragma omp parallel
-  {
-#pragma omp for schedule(static)
-    for (size_t i = 0; i < todo.size(); i++)
-      for (long s = 0; s < num_slices; s++) {
-        const Item& item = todo[i];
-        const int64_t* entry = item.segment->directory + (layer * MODULES + slices[s].module) * FIELDS;
-        const long rank = entry[RANK], flags = entry[FLAGS];
-        if (!rank && !flags) continue;
-        const bf16* A = item.segment->arena + entry[OFFSET_A] * UNIT;
-        const bf16* B = item.segment->arena + entry[OFFSET_B] * UNIT;
-        float* z = z_all + (i * num_slices + s) * R * ldz;
-        const float* from = x + item.row * ldx;
-        float* to = y + item.row * ldy + slices[s].first;
-        const long O = slices[s].last - slices[s].first;
-        if (rank) switch (item.count) {
-          case 1: shrink<1>(from, ldx, A, rank, H, z, ldz); expand<1>(to, ldy, z, ldz, B, rank, O, 0, O); break;
-          case 2: shrink<2>(from, ldx, A, rank, H, z, ldz); expand<2>(to, ldy, z, ldz, B, rank, O, 0, O); break;
-          case 3: shrink<3>(from, ldx, A, rank, H, z, ldz); expand<3>(to, ldy, z, ldz, B, rank, O, 0, O); break;
-          default: shrink<4>(from, ldx, A, rank, H, z, ldz); expand<4>(to, ldy, z, ldz, B, rank, O, 0, O);
-        }
-        if (flags) {
-          auto vector = [&](int flag, int field) {
-            return flags & flag ? (const float*)(item.segment->arena + entry[field] * UNIT) : nullptr;
-          };
-          rescale(to, ldy, item.count, O, vector(HAS_G, OFFSET_G), vector(HAS_C, OFFSET_C));
-        }
+  pool.run(items.size(), [=](long i) {
+    static thread_local std::vector<float> buffer;
+    float* z = scratch(buffer, R * ldz);
+    const Item& item = todo[i];
+    const float* from = x + item.row * ldx;
+    for (long s = 0; s < num_slices; s++) {
+      const int64_t* entry = item.segment->directory + (layer * MODULES + slices[s].module) * FIELDS;
+      const long rank = entry[RANK], flags = entry[FLAGS];
+      if (!rank && !flags) continue;
+      const bf16* A = item.segment->arena + entry[OFFSET_A] * UNIT;
+      const bf16* B = item.segment->arena + entry[OFFSET_B] * UNIT;
+      float* to = y + item.row * ldy + slices[s].first;
+      const long O = slices[s].last - slices[s].first;
+      if (rank) switch (item.count) {
+        case 1: shrink<1>(from, ldx, A, rank, H, z, ldz); expand<1>(to, ldy, z, ldz, B, rank, O); break;
+        case 2: shrink<2>(from, ldx, A, rank, H, z, ldz); expand<2>(to, ldy, z, ldz, B, rank, O); break;
+        case 3: shrink<3>(from, ldx, A, rank, H, z, ldz); expand<3>(to, ldy, z, ldz, B, rank, O); break;
+        default: shrink<4>(from, ldx, A, rank, H, z, ldz); expand<4>(to, ldy, z, ldz, B, rank, O);
       }
-  }
+      if (flags) {
+        auto vector = [&](int flag, int field) {
+          return flags & flag ? (const float*)(item.segment->arena + entry[field] * UNIT) : nullptr;
+        };
+        rescale(to, ldy, item.count, O, vector(HAS_G, OFFSET_G), vector(HAS_C, OFFSET_C));
+      }
+    }
+  });
 }
 
 // y = W·x for M rows of x, with W [O, H] row-major bf16: what a single adapter brings along for embedding and head.
 extern "C" void chorus_dense(const float* x, long M, long H, long ldx, const bf16* W, long O, float* y, long ldy) {
   constexpr int R = 4, COLUMNS = 64;
-#pragma omp parallel for collapse(2) schedule(static) if (M * O > 4096)
-  for (long o = 0; o < O; o += COLUMNS)
+  const long chunks = (O + COLUMNS - 1) / COLUMNS;
+  for_rows(chunks, M * O, [=](long chunk) {
+    const long o = chunk * COLUMNS, count = std::min<long>(COLUMNS, O - o);
     for (long m = 0; m < M; m += R) {
-      const long count = std::min<long>(COLUMNS, O - o);
       const float* from = x + m * ldx;
       float* to = y + m * ldy + o;
       switch (std::min<long>(R, M - m)) {
@@ -608,4 +690,5 @@ extern "C" void chorus_dense(const float* x, long M, long H, long ldx, const bf1
         default: shrink<4>(from, ldx, W + o * H, count, H, to, ldy);
       }
     }
+  });
 }

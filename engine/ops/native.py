@@ -7,7 +7,7 @@ in any batch, chunked in any way.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_long, c_void_p
+from ctypes import c_double, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,12 @@ class NativeOps:
         """Raises BuildError where there is no compiler."""
         self._library = load_library()
         self._library.chorus_packed_size.restype = c_long
+        self.set_threads(torch.get_num_threads())
         self._slices: dict[LoraSlices, Any] = {}
+
+    def set_threads(self, num_threads: int) -> None:
+        """How many threads an operation uses, the caller's included. For the whole process."""
+        self._library.chorus_set_threads(c_int(num_threads))
 
     def pack_linear(self, weight_OH: Tensor) -> PackedLinear:
         weight_OH = weight_OH.to(torch.bfloat16).contiguous()

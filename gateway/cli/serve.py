@@ -136,7 +136,9 @@ def _stopping_on_signals(supervisor: Supervisor) -> Iterator[list[signal.Signals
         print("stopping: running streams may end; once more to stop at once", file=sys.stderr, flush=True)
         task.cancel()
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, handle, number)
     try:

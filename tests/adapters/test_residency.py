@@ -112,6 +112,28 @@ def test_demands_are_served_in_order_and_by_class() -> None:
     assert shelf.poll() == [Loaded(B.digest)]
 
 
+def test_nobody_takes_the_room_that_a_demand_waits_for() -> None:
+    """While a large adapter waits for room, a small one that would fit does not keep it from coming free."""
+    shelf = Shelf(slots=3, staging=1000)
+    large = adapter(8, 2 * ADAPTER_BYTES)
+    shelf.take(A, B)
+    assert not shelf.acquire(large)
+    for _ in range(2):
+        shelf.poll()
+    shelf.cache.prefetch(adapter(9, 150), 0.0)
+    shelf.poll()
+    shelf.poll()
+    assert shelf.cache.tier(adapter(9).digest) == "host"
+    shelf.cache.prefetch(C, 0.0)
+    shelf.poll()
+    shelf.poll()
+
+    shelf.cache.release(A.digest)
+    assert not shelf.acquire(adapter(9, 150))
+
+    assert shelf.poll() == [Loaded(large.digest)]
+
+
 def test_one_load_serves_all_who_ask() -> None:
     """Single flight: however often it is asked for, an adapter is read once."""
     shelf = Shelf(delay=2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +59,9 @@ class ChorusProcess:
     """`chorus ARGUMENTS` in a directory of its own; with `with`, everything it started is gone at the end."""
 
     def __init__(self, *arguments: str, data_dir: Path | None = None, **environ: str) -> None:
-        self.data_dir = data_dir or Path(tempfile.mkdtemp(prefix="chorus-"))
+        self.data_dir = data_dir or Path(tempfile.mkdtemp(prefix="chorus-test-"))
+        if data_dir is None:
+            weakref.finalize(self, shutil.rmtree, self.data_dir, True)
         self._arguments = arguments
         self._environ = clean_environment({"CHORUS_DATA_DIR": str(self.data_dir), "CHORUS_PORT": "0"} | environ)
         self.lines: list[str] = []

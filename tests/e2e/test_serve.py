@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.settings import Settings
 from tests.e2e.process import ChorusProcess, is_running, wait_for
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
@@ -46,8 +47,9 @@ def test_one_command_serves(serving: ChorusProcess) -> None:
 
 def test_secrets_and_sockets_are_ours_alone(serving: ChorusProcess) -> None:
     """Admin key, pepper and every socket can be opened by this user only."""
-    run_dir = Path(serving.find(r"(/\S+)/redis\.sock")) if "redis.sock" in serving.output else serving.data_dir / "run"
+    run_dir = Settings(data_dir=serving.data_dir).run_dir
 
+    assert len(list(run_dir.glob("*.sock"))) == 2
     for path in (serving.data_dir / "admin.key", serving.data_dir / "pepper", *run_dir.glob("*.sock")):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
@@ -108,6 +110,18 @@ def test_stopping_lets_streams_end(tiny_llama: Path, number: signal.Signals) -> 
         assert "length" in pieces
         assert server.wait_end() == 0
         assert server.lines[-1] == "stopped"
+        assert not [pid for pid in children if is_running(pid)]
+
+
+@pytest.mark.parametrize("step", ["database is at", "memory on"])
+def test_stopping_during_the_start(tiny_llama: Path, step: str) -> None:
+    """SIGTERM before it is ready, before and after its first child: it ends, and leaves nothing."""
+    with ChorusProcess("serve", str(tiny_llama)) as server:
+        server.wait_line(step)
+        children = list(server.children())
+        server.process.terminate()
+
+        assert server.wait_end() in (0, -signal.SIGTERM)
         assert not [pid for pid in children if is_running(pid)]
 
 
@@ -233,12 +247,11 @@ def test_a_second_signal_stops_at_once(tiny_llama: Path) -> None:
         assert ended.is_set()
 
 
-def test_nothing_is_left_in_the_temporary_directory(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_long_path_is_no_trouble(tiny_llama: Path, tmp_path: Path) -> None:
     """A data directory with a path too long for sockets works all the same."""
     deep = tmp_path.joinpath(*["directory-with-a-long-name"] * 5)
     with ChorusProcess("serve", str(tiny_llama), data_dir=deep) as server:
         server.wait_ready()
 
         assert ask(server, server.make_key("acme"))
-    for run_dir in Path("/tmp").glob(f"chorus-{os.getuid()}-*"):
-        shutil.rmtree(run_dir, ignore_errors=True)
+    shutil.rmtree(Settings(data_dir=deep).run_dir)

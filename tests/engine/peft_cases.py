@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def make_base(directory: Path, name: str) -> Path:
 def make_adapter(directory: Path, base: Path, case: Case) -> Path:
     """What peft saves, after something like training moved all that is trained."""
     with _quiet():
-        model = get_peft_model(_load(base), LoraConfig(task_type="CAUSAL_LM", **case.settings))
+        model = get_peft_model(_load(base), LoraConfig(task_type="CAUSAL_LM", **deepcopy(case.settings)))
         torch.manual_seed(len(case.name))
         with torch.no_grad():
             for name, parameter in model.named_parameters():

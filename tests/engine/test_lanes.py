@@ -164,6 +164,19 @@ def test_passed_over_sequences_come_back_where_they_were() -> None:
     assert queue.lanes.pop() is arrived[0]
 
 
+def test_a_lane_that_was_withheld_is_looked_at_again() -> None:
+    """Work whose turn had come before may use up its lane's deferrals; the lane is back in the next round."""
+    queue = Queue()
+    for _ in range(DEFERS_PER_LANE):
+        queue.arrive("a", goes_first=True)
+    fresh = queue.arrive("a")
+    while (one := queue.lanes.pop()) is not None:
+        queue.lanes.defer(queue.lane_of[one], one)
+    queue.lanes.restore()
+
+    assert [queue.serve() for _ in range(DEFERS_PER_LANE + 1)][-1] is fresh
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_nothing_is_lost_or_served_twice(data: st.DataObject) -> None:

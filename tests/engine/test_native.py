@@ -147,6 +147,22 @@ def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path) -> None:
     assert all(torch.equal(answers[0], each) for each in answers[1:])
 
 
+def test_threads_change_no_bit() -> None:
+    """Thousands of small and large products with 1, 2 and 5 threads (more than cores) give the same bits each time."""
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(512, 96, generator=draw).bfloat16(), torch.randn(40, 96, generator=draw)
+    packed = OPS.pack_linear(weight)
+    wanted = [OPS.linear(x[:rows].contiguous(), packed) for rows in range(1, 41)]
+    try:
+        for num_threads in (1, 2, 5):
+            OPS.set_threads(num_threads)
+            for _ in range(25):
+                got = [OPS.linear(x[:rows].contiguous(), packed) for rows in range(1, 41)]
+                assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+    finally:
+        OPS.set_threads(torch.get_num_threads())
+
+
 def test_without_a_compiler_plain_torch_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where nothing can be built, the model still runs, and the log says why it is slow and what to install."""
     monkeypatch.setattr(native_build, "COMPILERS", ("no-such-compiler",))

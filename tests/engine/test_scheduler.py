@@ -221,6 +221,26 @@ def test_waiting_for_adapter_memory_is_queueing() -> None:
     rig.assert_right(second)
 
 
+def test_the_load_is_timed_when_it_begins_after_waiting_for_memory() -> None:
+    """Once memory has come, the load itself may take adapter_wait_s, and no longer."""
+    rig = Rig(slots=1, options={"adapter_wait_s": 0.5})
+    rig.add("1", prompt(5), adapter(1), max_tokens=100, ignore_eos=True)
+    rig.step()
+    rig.add("2", prompt(5), adapter(2), max_tokens=3)
+    rig.add("3", prompt(5), adapter(3), max_tokens=3)
+    while ("1", 0) not in rig.finished:
+        rig.step()
+    rig.fetcher.is_stuck = True
+    began = rig.now
+    while "3" not in rig.failed:
+        rig.step()
+
+    assert rig.failed["3"].code == "adapter_loading"
+    assert rig.now - began >= 0.5
+    assert rig.now - began <= 1.1
+    assert ("2", 0) in rig.finished
+
+
 def test_waiting_for_a_turn_is_not_waiting_for_the_adapter() -> None:
     """The clock of adapter_wait_s starts when the request's turn has come."""
     rig = Rig(max_num_seqs=1, options={"adapter_wait_s": 0.5})
@@ -272,9 +292,11 @@ def test_forks_of_any_prompt_length(length: int, prefix: bool) -> None:
     rig.assert_idle()
 
 
-def test_forks_under_preemption() -> None:
-    """Choices on a pool that holds less than one of them each: preempted and resumed, each with its own text."""
-    rig = Rig(num_blocks=12, block_size=4)
+@pytest.mark.parametrize("budget", [1, 2, 3, 7, 1000])
+def test_forks_under_preemption(budget: int) -> None:
+    """Choices on a pool too small for them, also with fewer tokens per step than rows: preempted and resumed, each with
+    its own text."""
+    rig = Rig(num_blocks=12, block_size=4, max_batched_tokens=budget)
     requests = [
         rig.add(str(index), prompt(10, index), adapter(index), n=5, max_tokens=20, ignore_eos=True)
         for index in range(2)
@@ -397,6 +419,18 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 
 
 # ---- order
+
+
+def test_a_budget_below_the_rows_goes_round() -> None:
+    """With fewer tokens per step than rows, each row has its turn: none falls behind the others."""
+    rig = Rig(max_batched_tokens=3)
+    rig.add("1", prompt(1), None, n=5, max_tokens=60, ignore_eos=True)
+    for _ in range(80):
+        rig.step()
+        lengths = [len(ids) for ids in rig.outputs.values()]
+        assert max(lengths) - min(lengths) <= 3
+
+    assert len(rig.scheduler.running) == 5
 
 
 def test_resumed_work_goes_before_newer_work() -> None:

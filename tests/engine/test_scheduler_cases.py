@@ -187,10 +187,11 @@ def test_kv01_aborts_give_everything_back_at_once() -> None:
     assert rig.pool.num_free == 100
 
 
-def test_kv02_preemption_loses_and_repeats_nothing() -> None:
+@pytest.mark.parametrize("budget", [3, 7, 1000])
+def test_kv02_preemption_loses_and_repeats_nothing(budget: int) -> None:
     """KV-02: 8 requests of 60 tokens on a pool that holds two of them: preemption happens, and no token is lost,
     doubled or changed; cached_tokens stays what it was at first admission."""
-    rig = Rig(num_blocks=36, max_num_seqs=8)
+    rig = Rig(num_blocks=36, max_num_seqs=8, max_batched_tokens=budget)
     requests = [
         rig.add(str(index), prompt(9, index), adapter(index % 3) if index % 2 else None, max_tokens=60, ignore_eos=True)
         for index in range(8)
@@ -211,10 +212,11 @@ def test_kv08_preemption_takes_no_more_than_needed() -> None:
     requests = [rig.add(str(index), prompt(8, index), None, max_tokens=30, ignore_eos=True) for index in range(12)]
     while rig.core.has_work:
         held = {one: len(one.blocks) for one in rig.scheduler.running}
-        first = rig.scheduler.running[:1]
+        first, before = rig.scheduler.running[:1], rig.scheduler.num_preemptions
         step = rig.scheduler.schedule(rig.now)
         assert step is not None
         victims = [one for one in held if one not in rig.scheduler.running]
+        assert len(victims) == rig.scheduler.num_preemptions - before, "preempted and admitted in one step"
         assert all(rig.pool.num_free < held[one] for one in victims)
         assert first == rig.scheduler.running[: len(first)]
         assert rig.take(rig.scheduler.commit(step, rig.runner.run(step)))

@@ -227,6 +227,17 @@ def test_a_template_that_refuses_is_the_callers_error(
         assert "System role not supported" in caught.value.message
 
 
+def test_deep_variables_are_the_callers_error(tokenizer: Tokenizer) -> None:
+    """CH-01: nesting deeper than anybody can walk is a PromptError, and `messages` can't be overridden."""
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(PromptError):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}], variables={"deep": deep})
+    ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], variables={"messages": [], "self": 1})
+    assert ids == tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
 def test_templates_may_use_what_checkpoints_use(tmp_path: Path, tiny_llama: Path) -> None:
     """tojson, loop controls, strftime_now and generation blocks are there."""
     tokenizer = _with_template(

@@ -81,7 +81,7 @@ async def test_gone_while_the_engine_has_not_accepted(server: Live, stream: bool
 
     await until(lambda: script.aborted_waiting == 1)
     script.accept = None
-    assert (await row_of(server, tenant))["completion_tokens"] == 0
+    assert (await row_of(server, tenant))["total_tokens"] == 0
     await place_is_free(server, key)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import time
 from typing import Any
 
 import httpx
@@ -330,3 +332,41 @@ async def test_errors_under_load_leave_nothing(server: Live) -> None:
     answers = await asyncio.gather(*bad, *good)
 
     assert [answer.status_code for answer in answers] == [400] * 10 + [200] * 20
+
+
+def many(what: str) -> bytes:
+    """Bodies of about 7 MB that are a lot of work for whoever builds objects before looking."""
+    bodies = {
+        "messages": chat()["messages"] * 200_000,
+        "parts": [{"role": "user", "content": [{"type": "zzz"}] * 500_000}],
+        "wrong": [1] * 3_000_000,
+    }
+    prompts = {
+        "strings": ["a"] * 1_500_000,
+        "ids": [1] * 3_000_000,
+        "lists": [[1]] * 1_500_000,
+        "mixed": [*[1] * 3_000_000, "x"],
+    }
+    body = {"messages": bodies[what]} if what in bodies else {"prompt": prompts[what]}
+    return json.dumps({"model": "tiny", **body}, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("what", ["messages", "parts", "wrong", "strings", "ids", "lists", "mixed"])
+async def test_much_of_nothing(server: Live, what: str) -> None:
+    """HT-04: millions of messages, prompts or wrong entries are refused quickly: no other call waits long for it, and
+    the error is small."""
+    client = await server.http(await server.key("acme"))
+    raw = many(what)
+    path = PATH if what in ("messages", "parts", "wrong") else "/v1/completions"
+    longest = 0.0
+
+    task = asyncio.create_task(client.post(path, content=raw, headers={"content-type": "application/json"}))
+    while not task.done():
+        started = time.monotonic()
+        await asyncio.sleep(0.005)
+        longest = max(longest, time.monotonic() - started)
+
+    answer = await task
+    assert answer.status_code == 400, answer.text
+    error_of(answer)
+    assert longest < 2.0, "the event loop stood still"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.gateway.live import Live, serve
 from tests.gateway.test_adapters_api import ACME, parts
-from tests.services import RedisServer
+from tests.services import PostgresServer, RedisServer
 from tests.tiny import tiny_adapter
 
 
@@ -165,3 +165,31 @@ async def test_an_upload_needs_no_engine(tiny_llama: Path, tmp_path: Path, sqlit
         answer = await caller.post("/v1/responses", json={"model": "tiny", "input": "hi"})
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_names_are_won_once_on_postgresql(
+    tiny_llama: Path, tmp_path: Path, postgres_server: PostgresServer, migrated_postgres: str, redis_url: str
+) -> None:
+    """HS-05, HS-14 on the other database: of parallel uploads and tenants of one name exactly one is 201; versions that
+    are made at once get different numbers."""
+    directory = tiny_adapter(tmp_path / "a", tiny_llama, rank=3, targets=("q_proj",))
+    files = tuple((directory / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors"))
+    url = postgres_server.emptied(migrated_postgres)
+    async with serve(tiny_llama, tmp_path / "data", url, redis_url) as live:
+        admin = await live.http()
+        made = await asyncio.gather(*(admin.post("/admin/v1/tenants", json={"id": "acme"}) for _ in range(5)))
+        assert sorted(answer.status_code for answer in made) == [201, 409, 409, 409, 409]
+
+        made = await asyncio.gather(
+            *(admin.post(ACME, files=parts(files, "pirate")) for _ in range(4))  # type: ignore[arg-type]
+        )
+        assert sorted(answer.status_code for answer in made) == [201, 409, 409, 409]
+        made = await asyncio.gather(
+            *(admin.put(f"{ACME}/pirate", files=parts(files)) for _ in range(4))  # type: ignore[arg-type]
+        )
+        assert sorted(answer.json()["version"] for answer in made) == [2, 3, 4, 5]
+        assert (await admin.get(f"{ACME}/pirate")).json()["current_version"] in (2, 3, 4, 5)
+        for odd in ("%00", "a%0ab", "é"):
+            assert (await admin.get(f"{ACME}/{odd}")).status_code == 404
+            assert (await admin.get(f"/admin/v1/tenants/{odd}")).status_code == 404
+        assert (await admin.delete("/admin/v1/tenants/acme")).status_code == 200

@@ -6,11 +6,13 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 import migrations
 from tenants import audit
@@ -45,10 +47,10 @@ async def postgres(own_postgres: PostgresServer) -> AsyncIterator[Database]:
     await database.close()
 
 
-async def fail(database: Database, act: Act) -> None:
+async def fail(database: Database, act: Act, error: Exception) -> None:
     async with database.begin() as session:
         audit.append(session, ADMIN, act)
-        _ = 1 / 0
+        raise error
 
 
 async def execute(database: Database, statement: str) -> None:
@@ -67,7 +69,7 @@ def test_urls() -> None:
 async def test_transaction_is_all_or_nothing(database: Database) -> None:
     """begin() commits at the end of its block and rolls back if that raises; session() never writes."""
     with pytest.raises(ZeroDivisionError):
-        await fail(database, Act("test"))
+        await fail(database, Act("test"), ZeroDivisionError())
     async with database.session() as session:
         audit.append(session, ADMIN, Act("test"))
         await session.flush()
@@ -85,6 +87,28 @@ async def test_our_own_mistakes_are_not_outages(database: Database) -> None:
     with pytest.raises(Exception, match="no_such_table") as caught:
         await execute(database, "SELECT * FROM no_such_table")
     assert not isinstance(caught.value, DatabaseUnavailable)
+
+
+async def test_server_without_room(own_postgres: PostgresServer, postgres: Database) -> None:
+    """DB-04: a server that takes no more connections is an outage, and ends with it."""
+    others = [Database(own_postgres.url()) for _ in range(40)]
+    async with AsyncExitStack() as stack:
+        opened = [(await timed(stack.enter_async_context(other.session())))[0] for other in others]
+        assert {type(answer) for answer in opened} == {AsyncSession, DatabaseUnavailable}
+        with pytest.raises(DatabaseUnavailable):
+            await postgres.ping()
+    for other in others:
+        await other.close()
+
+    await postgres.ping()
+
+
+async def test_errors_of_the_block_are_its_own(database: Database) -> None:
+    """What the caller's code raises inside a session is not taken for an outage."""
+    for error in (FileNotFoundError("x"), LookupError("x"), DatabaseUnavailable("x")):
+        with pytest.raises(type(error)) as caught:
+            await fail(database, Act("test"), error)
+        assert caught.value is error
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])

@@ -31,6 +31,15 @@ async def test_defaults(directory: TenantDirectory) -> None:
     assert again.created_at.utcoffset() is not None
 
 
+@pytest.mark.parametrize("text", ["os.environ/DATABASE_URL", "${REDIS_URL}", "{{env}}", "%(here)s"])
+async def test_values_are_never_resolved(directory: TenantDirectory, text: str) -> None:
+    """AU-11: what looks like a reference to the environment is kept as the text it is."""
+    await directory.create(TenantSpec("acme", name=text, models=(text,)), ADMIN)
+    row = await directory.get("acme")
+
+    assert (row.name, row.models) == (text, [text])
+
+
 async def test_create_twice(directory: TenantDirectory) -> None:
     """The second of two equal ids is refused, even when both come at once; one audit entry tells of one tenant."""
     results = await asyncio.gather(

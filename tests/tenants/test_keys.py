@@ -16,11 +16,16 @@ from sqlalchemy import event, text
 from tenants.audit import AuditLog
 from tenants.db import Database
 from tenants.directory import TenantDirectory, TenantNotFound, TenantSpec
+from tenants.epochs import Epochs
 from tenants.key_format import Pepper, checksum, make_key, public_id
 from tenants.keys import InvalidKey, KeyNotFound, KeyRing, KeySpec, TenantSuspended
 from tenants.limits import InvalidSettings, Limits
+from tenants.quotas import Quotas, Stale
+from tenants.slots import TenantSlot
 from tenants.state import Client, connect
+from tests.services import RedisServer
 from tests.tenants.conftest import ADMIN, PEPPER
+from tests.tenants.worker import attempt
 
 BASE62 = string.digits + string.ascii_letters
 
@@ -168,6 +173,44 @@ async def test_suspension_and_limits_act_at_once(
     await directory.patch("acme", {"suspended": False, "limits": Limits(concurrency=1)}, ADMIN)
 
     assert (await other_worker.authenticate(key)).tenant_limits == Limits(concurrency=1)
+
+
+async def test_restarted_redis_revives_nothing(sqlite_url: str, own_redis: RedisServer) -> None:
+    """QB-04: a Redis that comes back with an epoch from before a revocation does not bring the key back, not even on a
+    worker that was idle meanwhile."""
+    database, writer, idle = Database(sqlite_url), connect(own_redis.url), connect(own_redis.url)
+    epochs = Epochs(database, writer)
+    await TenantDirectory(database, epochs).create(TenantSpec("acme"), ADMIN)
+    ring, idle_ring = KeyRing(database, writer, PEPPER), KeyRing(database, idle, PEPPER)
+    issued = await ring.issue("acme", KeySpec("prod"), ADMIN)
+    principal = await idle_ring.authenticate(issued.key)
+
+    await ring.revoke("acme", issued.row.id, ADMIN)
+    await writer.set(TenantSlot("acme").epoch, principal.epoch)
+    own_redis.kill()
+    own_redis.start()
+
+    with pytest.raises(Stale):
+        await Quotas(idle).hold(principal, attempt("a", key_id=principal.key_id), 1)
+    with pytest.raises(InvalidKey):
+        await idle_ring.authenticate(issued.key)
+    for client in (writer, idle):
+        await client.aclose()
+    await database.close()
+
+
+async def test_suspension_ends_for_metered_requests(
+    directory: TenantDirectory, keys: KeyRing, other_worker: KeyRing
+) -> None:
+    """A suspended tenant that wakes up is let in at its next request, also where hold() would check the epoch."""
+    await directory.create(TenantSpec("acme", suspended=True), ADMIN)
+    key = (await keys.issue("acme", KeySpec("prod"), ADMIN)).key
+    with pytest.raises(TenantSuspended):
+        await other_worker.authenticate(key, check_epoch=False)
+
+    await directory.patch("acme", {"suspended": False}, ADMIN)
+
+    assert (await other_worker.authenticate(key, check_epoch=False)).tenant_id == "acme"
 
 
 async def test_deleted_tenant_and_its_namesake(
