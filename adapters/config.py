@@ -90,12 +90,12 @@ def parse_config(data: bytes) -> LoraConfig:
     )
 
 
-def parse_json_object(data: bytes) -> dict[str, Any]:
+def parse_json_object(data: bytes, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Strict JSON: UTF-8 without a byte order mark, no duplicate keys, only finite numbers.
 
     Raises AdapterInvalid, AdapterTooLarge.
     """
-    _check_size(data)
+    _check_size(data, max_bytes)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -121,10 +121,10 @@ def _spelled(value: dict[str, Any]) -> bytes:
     return data
 
 
-def _check_size(data: bytes) -> None:
-    if len(data) > MAX_CONFIG_BYTES:
+def _check_size(data: bytes, max_bytes: int = MAX_CONFIG_BYTES) -> None:
+    if len(data) > max_bytes:
         raise AdapterTooLarge(
-            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {MAX_CONFIG_BYTES} are allowed"
+            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {max_bytes} are allowed"
         )
 
 
