@@ -17,6 +17,8 @@ from engine.model.config import ModelConfig
 from engine.model.transformer import Layer, Linear, Transformer
 from engine.ops import Ops
 
+SQUARED_ELEMENTS = 1 << 17
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,8 +68,13 @@ def _linear(reader: _Reader, config: ModelConfig, block: str, names: tuple[str, 
 
 
 def _packed(ops: Ops, weight_OH: Tensor, bias_O: Tensor | None = None) -> Linear:
-    squares_O = torch.linalg.vector_norm(weight_OH, dim=1, dtype=torch.float32).square_()
-    return Linear(ops.pack_linear(weight_OH), squares_O, bias_O)
+    return Linear(ops.pack_linear(weight_OH), _squares(weight_OH), bias_O)
+
+
+def _squares(weight_OH: Tensor) -> Tensor:
+    """‖W[o]‖² in fp32, a few rows at a time, so that what is widened stays in the cache."""
+    parts = weight_OH.split(max(1, SQUARED_ELEMENTS // weight_OH.shape[1]))
+    return torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in parts]).square_()
 
 
 class _Reader:
