@@ -1,6 +1,6 @@
 """Is it sound: does the config agree with the tensors, do these fit the base, are the values finite. numpy, no torch.
 
-    inspect(directory, …)                 config and header only: milliseconds; what the loader asks too
+    inspect(directory, …), describe(…)    config and header only: milliseconds; what the loader asks too
     validate(directory, …)                that, and a look at every value
     validate_in_subprocess(directory, …)  the same in a child with bounded memory and time (adapters/sandbox.py)
 
@@ -11,6 +11,7 @@ than ours in base_model_name_or_path is a warning, because the same model goes b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -75,6 +76,12 @@ def check_content(file: FileIO, found: Inspected, shape: BaseShape) -> None:
     scales = {name: module.scale for module in found.spec.modules for name in (module.tensor_b, module.lora_bias)}
     check_values(file, found.tensors, scales)
     check_copies(file, found.copies, shape)
+
+
+def describe(directory: Path, shape: BaseShape) -> AdapterSpec:
+    """What stored files say they are, by config and header: only for what has been validated before."""
+    with open_regular(directory / WEIGHTS_FILE) as file:
+        return inspect(directory, file, shape, Limits(max_rank=sys.maxsize, max_bytes=sys.maxsize)).spec
 
 
 async def validate_in_subprocess(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:

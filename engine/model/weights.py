@@ -73,7 +73,8 @@ def _packed(ops: Ops, weight_OH: Tensor, bias_O: Tensor | None = None) -> Linear
 
 def _squares(weight_OH: Tensor) -> Tensor:
     """‖W[o]‖² in fp32, a few rows at a time, so that what is widened stays in the cache."""
-    parts = weight_OH.split(max(1, SQUARED_ELEMENTS // weight_OH.shape[1]))
+    step = max(1, SQUARED_ELEMENTS // weight_OH.shape[1])
+    parts = (weight_OH[first : first + step] for first in range(0, len(weight_OH), step))
     return torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in parts]).square_()
 
 
