@@ -18,7 +18,7 @@ RUN /venv/bin/pip install --no-cache-dir -c constraints.txt .
 
 FROM python:3.12-slim-bookworm
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends redis-server gcc libc6-dev \
+    && apt-get install -y --no-install-recommends redis-server g++ \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --home-dir /data chorus \
     && install -d -o chorus -m 0700 /data

@@ -108,6 +108,17 @@ class ResidencyCache:
         entry = self._first_demanded(State.HOST)
         return None if entry is None else entry.demand
 
+    @property
+    def shortage_bytes(self) -> int:
+        """How many more bytes would have to be unpinned for it."""
+        entry = self._first_demanded(State.HOST)
+        return 0 if entry is None else self.used_bytes - self._idle_bytes + entry.size - self.budget_bytes
+
+    def unpinned_bytes(self, digest: str, num_pins: int) -> int:
+        """What there would be to evict if `num_pins` running sequences released it."""
+        entry = self._entries[digest]
+        return entry.size if entry.pins == num_pins and entry.demand is None else 0
+
     def tier(self, digest: str) -> str:
         """Where it lies: "resident", "host" or "disk"."""
         entry = self._entries.get(digest)
@@ -136,17 +147,25 @@ class ResidencyCache:
             return now
         return entry.started_at
 
-    def prefetch(self, ref: AdapterRef, now: float) -> None:
-        """A request for it has arrived, or is about to: load it when memory and threads are free."""
+    def prefetch(self, ref: AdapterRef, now: float) -> bool:
+        """A request for it has arrived, or is about to: load it when memory and threads are free. True: it was not
+        known, and will be read for this one."""
         entry = self._entries.get(ref.digest)
         if entry is None:
             self._wanted[ref.digest] = self._enter(ref)
             self._start_loads(now)
-            return
+            return True
         entry.is_doomed = False
         for order in (self._idle, self._spare):
             if ref.digest in order:
                 order.move_to_end(ref.digest)
+        return False
+
+    def hasten(self, digest: str, priority: int) -> None:
+        """Whoever waits for it belongs to this class now."""
+        entry = self._entries[digest]
+        if entry.demand is not None and priority < entry.demand[0]:
+            entry.demand = priority, entry.demand[1]
 
     def acquire(self, ref: AdapterRef, now: float, priority: int = 1, may_wait: bool = True) -> bool:
         """True: resident, and pinned until `release`. False: not now; with `may_wait` it is demanded, that is loaded,

@@ -12,8 +12,11 @@ from __future__ import annotations
 from adapters.residency import ResidencyCache
 from adapters.spec import AdapterError
 from engine.block_pool import BlockPool
+from engine.demands import Demands
 from engine.intake import SchedulerConfig
-from engine.lanes import Lanes
+from engine.lanes import NO_CLASS, Lanes
+from engine.preemption import Preemption
+from engine.running import Running
 from engine.sequence import Phase, Request, Sequence
 
 
@@ -21,7 +24,6 @@ class Admission:
     """has_news   something has changed since a round of admission came to its end: looking again may help
     num_admitted, num_cached_tokens  ever
     failed        requests whose adapter can't be had, with the reason; the scheduler ends them
-    parked        sequences that have begun to wait for their adapter; the scheduler watches their time
     """
 
     def __init__(
@@ -30,28 +32,24 @@ class Admission:
         pool: BlockPool,
         residency: ResidencyCache,
         lanes: Lanes,
+        running: Running,
         requests: dict[str, Request],
     ) -> None:
         self.has_news = False
         self.num_admitted = 0
         self.num_cached_tokens = 0
         self.failed: list[tuple[Request, Exception]] = []
-        self.parked: list[Sequence] = []
+        self.demands = Demands(config, residency, requests)
+        self.preemption = Preemption(running, pool, residency, lanes)
         self._config = config
         self._pool = pool
         self._residency = residency
         self._lanes = lanes
+        self._running = running
         self._requests = requests
         self._headroom = -(-pool.num_blocks // 100)
+        self._blocked: Sequence | None = None
         self._num_passed = 0
-        self._num_bypassed = 0
-        self._shortage: tuple[int, int] | None = None
-        self._demands: dict[str, dict[Sequence, float]] = {}  # by digest: who waits for it, since when
-
-    @property
-    def num_parked(self) -> int:
-        """Sequences that wait for their adapter."""
-        return sum(not one.is_queued for waiting in self._demands.values() for one in waiting)
 
     def push(self, sequence: Sequence) -> None:
         """It waits for its turn."""
@@ -64,105 +62,139 @@ class Admission:
         self._undemand(sequence)
 
     def absorb(self, now: float) -> None:
-        """Takes up what has happened to adapters since the last step."""
-        for loaded in self._residency.poll(now):
-            if loaded.error is None:
-                for sequence in self._demands[loaded.digest]:
-                    sequence.goes_first = True  # its turn came when it began to wait
-                    self.push(sequence)
-            else:
-                waiting = self._demands.pop(loaded.digest)
-                self.failed.extend((self._requests[one.request_id], loaded.error) for one in waiting)
-            self.has_news = True
+        """Takes up what has happened to adapters since the last step; makes room for the first that waits for some."""
+        self._take_up(now)
+        if self.preemption.make_adapter_room():
+            self._take_up(now)
 
-    def expiry(self, sequence: Sequence, now: float) -> float | None:
-        """When it will have waited too long for its adapter to load; None if it doesn't wait for that."""
-        if sequence.adapter is None or sequence.is_queued:
-            return None
-        digest = sequence.adapter.digest
-        parked_at = self._demands.get(digest, {}).get(sequence)
-        if parked_at is None:
-            return None
-        return max(parked_at, self._residency.loading_since(digest, now)) + self._config.adapter_wait_s
+    def lift(self, request: Request) -> None:
+        """It waits in the class above from now on."""
+        self._lanes.lift(request)
+        self._running.sort()
+        self.demands.hasten(request)
+        self.has_news = True
 
-    def next(self, now: float, num_running: int) -> Sequence | None:
-        """The next sequence to run, with its adapter and blocks taken; None when nobody else can run now."""
+    def next(self, now: float) -> Sequence | None:
+        """The next sequence to run, with its adapter and blocks taken; None when nobody else can run now. When all
+        rows are taken, another is paused for it."""
+        victim: Sequence | None = None if self._running.has_row else self._running.rows[-1]
+        below = NO_CLASS if victim is None else victim.rank[0]
         while self.has_news:
-            sequence = self._lanes.pop() if self._num_passed < self._config.lookahead else None
+            sequence = self._lanes.pop(below) if self._num_passed < self._config.lookahead else None
             if sequence is None:
                 self.has_news = False
                 break
-            request = self._requests[sequence.request_id]
-            if not self._take_adapter(request, sequence, now):
-                self._num_passed += 1
-            elif self._take_blocks(request, sequence, is_alone=num_running == 0):
-                self._admit(request, sequence)
-                return sequence
-            else:
-                self._pass_over(request, sequence)
-        return None
+            if self._try(sequence, now):
+                return self._give_row(sequence, victim)
+        return self._next_paused() if victim is None else self._next_fair(now)
 
     def end_round(self) -> None:
         """Those passed over are back in their places for the next round."""
         self._lanes.restore()
         self._num_passed = 0
 
+    def _take_up(self, now: float) -> None:
+        for loaded in self._residency.poll(now):
+            if loaded.error is None:
+                for sequence in self.demands.arrived(loaded.digest):
+                    sequence.goes_first = True  # its turn came when it began to wait
+                    self.push(sequence)
+            else:
+                waiting = self.demands.failed(loaded.digest)
+                self.failed.extend((self._requests[one.request_id], loaded.error) for one in waiting)
+            self.has_news = True
+
+    def _try(self, sequence: Sequence, now: float) -> bool:
+        """Takes adapter and blocks, if it can have them."""
+        if sequence.phase is Phase.PAUSED:
+            return True
+        request = self._requests[sequence.request_id]
+        if not self._take_adapter(request, sequence, now):
+            self._num_passed += 1
+        elif self._take_blocks(request, sequence):
+            self._admit(request, sequence, now)
+            return True
+        else:
+            self._pass_over(request, sequence)
+        return False
+
+    def _give_row(self, sequence: Sequence, victim: Sequence | None) -> Sequence:
+        """`victim` may have given up more than its row in the meantime."""
+        if victim is not None and victim.phase is Phase.RUNNING and not self._running.has_row:
+            self._running.pause(victim)
+            self.has_news = True
+        self._running.enter(sequence)
+        return sequence
+
+    def _next_paused(self) -> Sequence | None:
+        """A row is free, and whoever waits lacks something else: paused ones need nothing but a row."""
+        if not self._running.paused:
+            return None
+        sequence = self._running.paused[0]
+        self._lanes.discard(self._running.lane_of(sequence), sequence)
+        return self._give_row(sequence, None)
+
+    def _next_fair(self, now: float) -> Sequence | None:
+        """In place of a row of a lane that has more than its share, the first of a lane that has less."""
+        blocked = self._blocked
+        found = self.preemption.unfair_row()
+        if found is None or (
+            blocked is not None and blocked.phase is Phase.WAITING and blocked.rank[0] <= found[0].priority
+        ):
+            return None
+        lane, victim = found
+        sequence = self._lanes.pop_from(lane)
+        if sequence is None or not self._try(sequence, now):
+            return None
+        return self._give_row(sequence, victim)
+
     def _take_adapter(self, request: Request, sequence: Sequence, now: float) -> bool:
-        ref, priority = sequence.adapter, sequence.rank[0]
+        ref = sequence.adapter
         if ref is None:
             return True
-        is_demanded = ref.digest in self._demands
-        may_wait = is_demanded or len(self._demands) < self._config.max_demands
-        if not is_demanded and self._is_closed(priority) and self._residency.tier(ref.digest) == "resident":
-            self._lanes.defer(request.lane, sequence)
-            return False
         try:
-            if self._residency.acquire(ref, now, priority, may_wait):
-                return True
+            is_taken = (
+                self.demands.acquire(sequence, ref, now) if self.demands.may_take(ref, sequence.rank[0]) else None
+            )
         except AdapterError as error:
             self.failed.append((request, error))
             return False
-        if may_wait:
-            self._demands.setdefault(ref.digest, {})[sequence] = now
-            self.parked.append(sequence)
-        else:
+        if is_taken is None:
             self._lanes.defer(request.lane, sequence)
-        return False
+        return is_taken is True
 
-    def _is_closed(self, priority: int) -> bool:
-        """Enough requests with resident adapters have passed one for which adapter memory is short: no more of them,
-        until it has room."""
-        shortage = self._note_shortage()
-        return (
-            shortage is not None and priority >= shortage[0] and self._num_bypassed >= self._config.max_adapter_bypass
-        )
-
-    def _note_shortage(self) -> tuple[int, int] | None:
-        """The demand for which memory is short. Each in turn is passed by a bounded number."""
-        shortage = self._residency.shortage
-        if shortage != self._shortage:
-            self._shortage = shortage
-            self._num_bypassed = 0
-        return shortage
-
-    def _take_blocks(self, request: Request, sequence: Sequence, is_alone: bool) -> bool:
-        """Blocks for all tokens it has, those of a known prefix shared. Beside others some blocks are left for them to
-        grow, or the newcomer would be the first to be preempted."""
+    def _take_blocks(self, request: Request, sequence: Sequence) -> bool:
+        """Blocks for all tokens it has, those of a known prefix shared; for all that it may ever have, if it can't be
+        made to give them up any more. Beside others some blocks are left for them to grow, or the newcomer would be
+        the first to be preempted."""
         pool = self._pool
-        room = pool.num_free - (0 if is_alone else self._headroom)
-        if sequence.need > room:
+        if sequence.need > self._room and not self._make_room(sequence):
             return False
         hits = self._match(request, sequence)
-        num_new = pool.blocks_for(sequence.num_tokens) - len(hits)
+        num_tokens = sequence.num_tokens if sequence.may_yield else max(sequence.num_tokens, sequence.max_len - 1)
+        num_new = pool.blocks_for(num_tokens) - len(hits)
         sequence.need = num_new + pool.count_free(hits)
-        if sequence.need > room:
-            return False
+        if sequence.need > self._room:
+            if not self._make_room(sequence):
+                return False
+            hits = self._match(request, sequence)  # what gave way may have been part of it
+            num_new = pool.blocks_for(num_tokens) - len(hits)
+            if num_new + pool.count_free(hits) > self._room:
+                return False
         pool.share(hits)
         sequence.blocks = hits + pool.allocate(num_new)
         sequence.num_computed = len(hits) * pool.block_size
         sequence.num_hashed = len(hits)
         sequence.need = 0
         return True
+
+    @property
+    def _room(self) -> int:
+        """Blocks that a newcomer may have."""
+        return self._pool.num_free - (0 if self._running.is_empty else self._headroom)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        return self.preemption.make_room(sequence, sequence.need - self._room)
 
     def _match(self, request: Request, sequence: Sequence) -> list[int]:
         """Blocks of the longest known prefix, short of the last token: its logits are needed. None while logprobs of
@@ -173,25 +205,25 @@ class Admission:
         self._pool.extend(sequence.hashes, sequence.hash_seed, sequence.tokens, limit)
         return self._pool.match(sequence.hashes[:limit])
 
-    def _admit(self, request: Request, sequence: Sequence) -> None:
+    def _admit(self, request: Request, sequence: Sequence, now: float) -> None:
         self.num_admitted += 1
         request.blocked_at = None
         if sequence.adapter is not None:
-            self._note_shortage()
-            self._num_bypassed += sequence.adapter.digest not in self._demands
+            self.demands.note_admitted(sequence.adapter)
             self._undemand(sequence)
         if request.num_cached is None:
             self._admit_first(request, sequence)
-        sequence.phase = Phase.RUNNING
-        sequence.has_run = sequence.goes_first = True
+        request.lane.served_at = request.home.served_at = now
+        if self._blocked is sequence:
+            self._blocked = None
 
     def _admit_first(self, request: Request, sequence: Sequence) -> None:
         request.num_cached = min(sequence.num_computed, sequence.num_prompt)
         for one in request.sequences:
             one.num_cached = request.num_cached
         self.num_cached_tokens += request.num_cached
-        self._lanes.charge(request.lane, sequence.num_prompt - request.num_cached, 0)
-        self._lanes.leave(request.lane)
+        self._lanes.bill(request, sequence.num_prompt - request.num_cached, 0)
+        self._lanes.leave(request.home)
         if sequence.adapter is not None:
             self._residency.hold(sequence.adapter.digest)
 
@@ -205,15 +237,8 @@ class Admission:
             request.blocked_at = self.num_admitted
         if sequence.has_run or self.num_admitted - request.blocked_at >= self._config.max_bypass:
             self.has_news = False
+            self._blocked = sequence
 
     def _undemand(self, sequence: Sequence) -> None:
-        if sequence.adapter is None:
-            return
-        digest = sequence.adapter.digest
-        waiting = self._demands.get(digest)
-        if waiting is None or waiting.pop(sequence, None) is None:
-            return
-        self.has_news = True
-        if not waiting:
-            del self._demands[digest]
-            self._residency.withdraw(digest)
+        if self.demands.withdraw(sequence):
+            self.has_news = True

@@ -47,7 +47,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     runner = ModelRunner(model, cache, bank, Sampler(model_config.eos_token_ids), plan.device)
     residency = ResidencyCache(bank, _fetch(config, shape, ops.adapter_dtype, ModelBase(model)), plan.adapter_bytes)
     pool = BlockPool(plan.num_blocks, plan.block_size, config.enable_prefix_caching)
-    lanes = Lanes(config.max_waiting_per_lane)
+    lanes = Lanes(config.max_waiting_per_lane, slack=float(config.max_batched_tokens))
     scheduler = Scheduler(_scheduler_config(config, model_config, plan), pool, residency, lanes)
     return EngineCore(scheduler, runner, residency, pool), _ready(config, model_config, plan)
 
@@ -77,6 +77,7 @@ def _scheduler_config(config: EngineConfig, model: ModelConfig, plan: MemoryPlan
         max_batched_tokens=config.max_batched_tokens,
         max_waiting=config.max_waiting,
         adapter_wait_s=config.adapter_wait_s,
+        ageing_s=config.ageing_s,
         seed=config.seed,
     )
 

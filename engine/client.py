@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -41,8 +40,9 @@ from engine.protocol import (
 log = logging.getLogger(__name__)
 
 PING_EVERY_S = 1.0
-ENGINE_SILENCE_S = 5.0
-"""An engine that has answered nothing for so long is gone: its streams end with an error."""
+MAX_MISSES = 5
+"""An engine that has said nothing between so many pings in a row is gone: its streams end with an error. Counted rather
+than timed, so that a pause of our own loop, after which its answers are still to be read, is no silence."""
 ACCEPT_TIMEOUT_S = 30.0
 RETRY_AFTER_S = 2.0
 
@@ -83,6 +83,10 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
     async def __anext__(self) -> Chunk: ...
+    def stop(self, choice: int) -> None:
+        """A stop string ended this choice: the engine ends it too, and goes on with the others."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -105,7 +109,7 @@ class EngineClient:
     """One engine over ZeroMQ: a DEALER whose identity is this worker's boot id.
 
     start() returns at once; `ready` is set when the engine answers, and again after each of its restarts. Streams end
-    with Broken as soon as the connection drops, the engine's boot id changes or it falls silent for 5 s.
+    with Broken as soon as the connection drops, the engine's boot id changes or it is silent for MAX_MISSES pings.
     """
 
     def __init__(self, endpoint: str, key: str | None = None) -> None:
@@ -115,7 +119,7 @@ class EngineClient:
         self._key = key
         self._boot_id = secrets.token_hex(16)
         self._streams: dict[str, _Stream] = {}
-        self._heard_at = 0.0
+        self._num_misses = 0
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -190,20 +194,27 @@ class EngineClient:
             with contextlib.suppress(Unavailable):
                 self._send(Abort(request_id))
 
+    def stop(self, request_id: str, choice: int) -> None:
+        """One choice is not wanted any more. Never raises."""
+        if request_id in self._streams and self.ready is not None:
+            with contextlib.suppress(Unavailable):
+                self._send(Abort(request_id, choice))
+
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
 
     def _send(self, message: ToEngine) -> None:
         try:
-            # The plain socket's send: it never blocks, and messages keep their order.
-            zmq.Socket.send(self._socket, _encode(message), zmq.NOBLOCK)
+            # Done when it returns, so messages keep their order. Not the plain socket's send: that one can take in the
+            # only sign that something has arrived, and _receive() would sleep for ever.
+            self._socket.send(_encode(message), zmq.NOBLOCK).result()
         except zmq.ZMQError as error:
             raise Unavailable("engine_error", "the engine can't be reached", RETRY_AFTER_S) from error
 
     async def _receive(self) -> None:
         while True:
             body: bytes = await self._socket.recv()
-            self._heard_at = time.monotonic()
+            self._num_misses = 0
             self._handle(_decoder.decode(body))
 
     def _handle(self, message: FromEngine) -> None:
@@ -232,8 +243,9 @@ class EngineClient:
         while True:
             with contextlib.suppress(Unavailable):
                 self._send(Ping())
+            self._num_misses += 1
             await asyncio.sleep(PING_EVERY_S)
-            if self.ready is not None and time.monotonic() - self._heard_at > ENGINE_SILENCE_S:
+            if self.ready is not None and self._num_misses >= MAX_MISSES:
                 self._lost("the engine does not answer")
 
     async def _watch(self) -> None:
@@ -313,6 +325,9 @@ class _Stream:
         if item is None:
             raise StopAsyncIteration
         raise item
+
+    def stop(self, choice: int) -> None:
+        self._client.stop(self._id, choice)
 
     async def aclose(self) -> None:
         self._is_closed = True

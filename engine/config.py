@@ -25,6 +25,7 @@ class EngineConfig:
     max_lora_rank          adapters above it are refused
     max_waiting            requests that may wait in the engine, and per lane
     adapter_wait_s         how long a request may wait for its adapter to load
+    ageing_s               a lane's first request that waits so long unserved is lifted to the class above
     seed                   from which seeds of requests without one are drawn
     """
 
@@ -43,6 +44,7 @@ class EngineConfig:
     max_waiting: int = 8192
     max_waiting_per_lane: int = 1024
     adapter_wait_s: float = 10.0
+    ageing_s: float = 30.0
     seed: int = 0
 
 

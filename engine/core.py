@@ -48,9 +48,9 @@ class EngineCore:
         self.can_run = True
         return Accepted(request.id, tier)
 
-    def abort(self, request_id: str) -> None:
-        """Nothing more is said about this request."""
-        self._scheduler.abort(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Nothing more is said about this request; one choice alone finishes."""
+        self._scheduler.abort(request_id, choice)
         self.can_run = True
 
     def step(self) -> list[Chunk | Failed]:
@@ -83,15 +83,15 @@ class EngineCore:
             boot_id=boot_id,
             running=len(scheduler.running),
             waiting=scheduler.num_waiting,
-            waiting_adapter=scheduler.num_waiting_adapter,
+            waiting_adapter=sum(1 for _ in scheduler.admission.demands.parked()),
             blocks_total=pool.num_blocks,
             blocks_used=pool.num_used,
             blocks_cached=pool.num_cached,
             preemptions_total=scheduler.num_preemptions,
             steps_total=self.num_steps,
             prompt_tokens_total=scheduler.num_prompt_tokens,
-            cached_tokens_total=scheduler.num_cached_tokens,
-            generated_tokens_total=scheduler.num_generated_tokens,
+            cached_tokens_total=scheduler.admission.num_cached_tokens,
+            generated_tokens_total=scheduler.progress.num_generated_tokens,
             adapter_bytes_total=residency.budget_bytes,
             adapter_bytes_used=residency.used_bytes,
             adapter_loads_total=residency.num_loads,

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from engine.block_pool import prefix_seed
-from engine.lanes import Lane
+from engine.lane import Lane
 from engine.params import ParamsError
 from engine.protocol import Generate, Refused
 from engine.sequence import Phase, Request, Sequence
@@ -19,6 +19,8 @@ class SchedulerConfig:
     """What scheduling needs to know about the engine (see EngineConfig for the shared names).
 
     fingerprint, dtype   of the base model: part of every prefix-cache key
+    ageing_s             a lane's first request that waits so long without service is lifted to the class above
+    adapter_cost_per_mib what a lane is charged for an adapter that is read for it, in input tokens
     max_bypass           so many admissions may pass a request for which blocks are short; then it is next
     max_adapter_bypass   so many adapter requests may pass an adapter for which memory is short; then it is next
     lookahead            requests looked at in one round of admission
@@ -34,6 +36,8 @@ class SchedulerConfig:
     max_batched_tokens: int = 1024
     max_waiting: int = 8192
     adapter_wait_s: float = 10.0
+    ageing_s: float = 30.0
+    adapter_cost_per_mib: float = 4.0
     seed: int = 0
     max_bypass: int = 16
     max_adapter_bypass: int = 4
@@ -78,6 +82,7 @@ class Intake:
                 request_id=message.id, choice=choice, tokens=[*message.prompt, *_output(message, choice)],
                 num_prompt=len(message.prompt), params=params, seed=self._seed(message), adapter=message.adapter,
                 cache_salt=message.cache_salt, stop_ids=stop_ids, max_len=self._max_len(message),
+                lane_name=message.lane, waits_since=now,
                 rank=(message.priority, self._num_arrived, choice), hash_seed=hash_seed,
             )  # fmt: skip
             if sequence.is_stopped or sequence.num_tokens >= sequence.max_len:

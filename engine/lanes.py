@@ -6,91 +6,58 @@ no adapters. Every operation costs O(log n).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from itertools import count
 
-from engine.sequence import Phase, Sequence
+from engine.lane import Lane, LaneClass, head, trim
+from engine.sequence import Phase, Request, Sequence
 
 DEFERS_PER_LANE = 4
 """Of one lane so many sequences are passed over in one round of admission; then it lets other lanes be looked at."""
-SWEEP_ABOVE = 1024
-"""Idle lanes that would gain nothing from being remembered are dropped when so many lanes are known."""
-
-_Entry = tuple[tuple[int, int, int], Sequence]
+NO_CLASS = 1 << 30
 
 
 class LaneFull(Exception):
     """The lane holds as many waiting requests as it may."""
 
 
-class Lane:
-    """One fair-share group in one class. `counter` is the service it has had, divided by its weight.
-
-    num_waiting   requests that arrived and were not yet admitted, wherever they wait
-    num_open      requests that have not ended
-    """
-
-    __slots__ = (
-        "counter", "is_listed", "name", "num_deferred", "num_open", "num_queued", "num_waiting", "priority", "queue",
-        "weight",
-    )  # fmt: skip
-
-    def __init__(self, name: str, priority: int) -> None:
-        self.name = name
-        self.priority = priority
-        self.weight = 1.0
-        self.counter = 0.0
-        self.num_waiting = 0
-        self.num_open = 0
-        self.num_queued = 0
-        self.num_deferred = 0
-        self.queue: list[_Entry] = []
-        self.is_listed = False
-
-
-class _Class:
-    """The lanes of one priority. `listed` is a heap of (counter when put there, ticket, lane): counters only grow, so
-    an entry is a lower bound and the top is right once it is fresh. `last` is the lane that left the queue last."""
-
-    def __init__(self) -> None:
-        self.lanes: dict[str, Lane] = {}
-        self.listed: list[tuple[float, int, Lane]] = []
-        self.resumed: list[_Entry] = []
-        self.last: Lane | None = None
-        self.sweep_at = SWEEP_ABOVE
-
-
 class Lanes:
     """All waiting sequences that could run now as far as their adapters go. Requests `enter` when they arrive and
-    `leave` when first admitted or ended; in between their sequences are pushed, popped and deferred."""
+    `leave` when first admitted or ended; in between their sequences are pushed, popped and deferred.
 
-    def __init__(self, max_waiting_per_lane: int = 1024, input_cost: float = 1.0, output_cost: float = 2.0) -> None:
+    slack   cost by which a lane may be above the least served one of its class and still not be ahead of its share
+    """
+
+    def __init__(
+        self,
+        max_waiting_per_lane: int = 1024,
+        input_cost: float = 1.0,
+        output_cost: float = 2.0,
+        slack: float = 1024.0,
+    ) -> None:
         self.max_waiting_per_lane = max_waiting_per_lane
         self.input_cost = input_cost
         self.output_cost = output_cost
+        self.slack = slack
         self.num_waiting = 0
-        self._classes: dict[int, _Class] = {}
-        self._ticket = count()
+        self._classes: dict[int, LaneClass] = {}
+        self._tickets = count(1)
         self._deferred: list[tuple[Lane, Sequence]] = []
         self._withheld: list[Lane] = []
+
+    def __iter__(self) -> Iterator[Lane]:
+        for group in self._classes.values():
+            yield from group.lanes.values()
 
     def enter(self, name: str, priority: int, weight: float) -> Lane:
         """A request arrives. A lane that comes back from idle is lifted to where the others are: idling earns nothing.
         Raises LaneFull."""
-        group = self._classes.get(priority)
-        if group is None:
-            group = self._classes[priority] = _Class()
-            self._classes = dict(sorted(self._classes.items()))
-        lane = group.lanes.get(name)
-        if lane is None:
-            self._sweep(group)
-            lane = group.lanes[name] = Lane(name, priority)
+        lane = self._lane(name, priority)
         if lane.num_waiting >= self.max_waiting_per_lane:
             raise LaneFull(name)
-        if lane.num_waiting == 0:
-            lane.counter = max(lane.counter, self._floor(group))
+        self._open(lane)
         lane.weight = weight
         lane.num_waiting += 1
-        lane.num_open += 1
         self.num_waiting += 1
         return lane
 
@@ -102,31 +69,81 @@ class Lanes:
         if lane.num_waiting == 0:
             self._classes[lane.priority].last = lane
 
-    def close(self, lane: Lane) -> None:
-        """A request of this lane has ended."""
-        lane.num_open -= 1
+    def close(self, request: Request) -> None:
+        """The request has ended."""
+        for lane in {request.lane, request.home}:
+            lane.num_open -= 1
 
-    def charge(self, lane: Lane, num_input: int, num_output: int) -> None:
-        lane.counter += (num_input * self.input_cost + num_output * self.output_cost) / lane.weight
+    def charge(self, lane: Lane, num_input: float, num_output: float) -> None:
+        cost = num_input * self.input_cost + num_output * self.output_cost
+        lane.service += cost
+        lane.counter += cost / lane.weight
+
+    def bill(self, request: Request, num_input: float, num_output: float) -> None:
+        """Charges where the request runs, and where it came from."""
+        self.charge(request.lane, num_input, num_output)
+        if request.home is not request.lane:
+            self.charge(request.home, num_input, num_output)
+
+    def is_ahead(self, lane: Lane) -> bool:
+        """It has had more than its share, compared with the least served lane that waits in its class."""
+        least = self._classes[lane.priority].least_served()
+        return least is not None and lane.counter > least.counter + self.slack / lane.weight
+
+    def lift(self, request: Request) -> None:
+        """All of this request belongs to the class above from now on, in the lane of the same name."""
+        old = request.lane
+        lane = self._lane(old.name, old.priority - 1)
+        self._open(lane)
+        lane.weight = old.weight
+        if request.home is not old:
+            old.num_open -= 1
+        for sequence in request.sequences:
+            self._move(sequence, old, lane)
+        request.lane = lane
 
     def push(self, lane: Lane, sequence: Sequence) -> None:
         """Waits in its lane by arrival; before all lanes of its class, also by arrival, if its turn has come before."""
-        sequence.is_queued = True
+        ticket = sequence.ticket = next(self._tickets)
+        group = self._classes[lane.priority]
+        entry = not sequence.goes_first, sequence.rank, ticket, sequence
+        heapq.heappush(lane.queue, entry)
+        lane.num_queued += 1
         if sequence.goes_first:
-            heapq.heappush(self._classes[lane.priority].resumed, (sequence.rank, sequence))
-        else:
-            heapq.heappush(lane.queue, (sequence.rank, sequence))
-            lane.num_queued += 1
-            self._list(lane)
+            heapq.heappush(group.resumed, entry)
+            group.num_resumed += 1
+        group.list(lane, next(self._tickets))
 
-    def pop(self) -> Sequence | None:
-        """The sequence whose turn it is."""
-        for group in self._classes.values():
-            sequence = self._pop_resumed(group) or self._pop_fair(group)
+    def first_class(self) -> int:
+        """The highest class in which a sequence waits for its turn; NO_CLASS if there is none."""
+        for priority, group in self._classes.items():
+            if group.num_resumed or group.least_served() is not None:
+                return priority
+        return NO_CLASS
+
+    def least_served(self, priority: int) -> Lane | None:
+        """The lane whose turn it is in this class, leaving aside what was resumed."""
+        group = self._classes.get(priority)
+        return None if group is None else group.least_served()
+
+    def pop(self, below: int = NO_CLASS) -> Sequence | None:
+        """The sequence whose turn it is, among those of classes above the class `below`."""
+        for priority, group in self._classes.items():
+            if priority >= below:
+                break
+            sequence = head(group.resumed) or self._first_fair(group)
             if sequence is not None:
-                sequence.is_queued = False
+                lane = group.lanes[sequence.lane_name]
+                self.discard(lane, sequence)
                 return sequence
         return None
+
+    def pop_from(self, lane: Lane) -> Sequence | None:
+        """The first of this lane, whoever else waits."""
+        sequence = head(lane.queue)
+        if sequence is not None:
+            self.discard(lane, sequence)
+        return sequence
 
     def defer(self, lane: Lane, sequence: Sequence) -> None:
         """Popped and passed over: it comes back, where it was, at `restore`."""
@@ -142,67 +159,55 @@ class Lanes:
             if sequence.phase is Phase.WAITING:
                 self.push(lane, sequence)
         for lane in withheld:
-            self._list(lane)
+            self._classes[lane.priority].list(lane, next(self._tickets))
 
     def discard(self, lane: Lane, sequence: Sequence) -> None:
-        """It has ended, queued or not."""
+        """It waits here no more, if it did."""
         if not sequence.is_queued:
             return
-        sequence.is_queued = False
-        if not sequence.goes_first:
-            lane.num_queued -= 1
-            if len(lane.queue) > 2 * lane.num_queued + 16:
-                lane.queue = [entry for entry in lane.queue if entry[1].is_queued]
-                heapq.heapify(lane.queue)
+        sequence.ticket = 0
+        lane.num_queued -= 1
+        lane.queue = trim(lane.queue, lane.num_queued)
+        if sequence.goes_first:
+            group = self._classes[lane.priority]
+            group.num_resumed -= 1
+            group.resumed = trim(group.resumed, group.num_resumed)
 
-    def _list(self, lane: Lane) -> None:
-        if not lane.is_listed and lane.num_queued:
-            lane.is_listed = True
-            heapq.heappush(self._classes[lane.priority].listed, (lane.counter, next(self._ticket), lane))
+    def _lane(self, name: str, priority: int) -> Lane:
+        group = self._classes.get(priority)
+        if group is None:
+            group = self._classes[priority] = LaneClass()
+            self._classes = dict(sorted(self._classes.items()))
+        lane = group.lanes.get(name)
+        if lane is None:
+            group.sweep()
+            lane = group.lanes[name] = Lane(name, priority)
+        return lane
 
-    def _floor(self, group: _Class) -> float:
-        """The least service that a lane which arrives now counts as having had. It never falls."""
-        least = self._least_served(group) or group.last
-        return least.counter if least is not None else 0.0
+    def _open(self, lane: Lane) -> None:
+        if lane.num_waiting == 0 and lane.num_queued == 0:
+            lane.counter = max(lane.counter, self._classes[lane.priority].floor)
+        lane.num_open += 1
 
-    def _least_served(self, group: _Class) -> Lane | None:
-        """The lane with queued sequences and the smallest counter."""
-        listed = group.listed
-        while listed:
-            counter, ticket, lane = listed[0]
-            if not lane.num_queued:
-                heapq.heappop(listed)
-                lane.is_listed = False
-            elif counter < lane.counter:
-                heapq.heapreplace(listed, (lane.counter, ticket, lane))
-            else:
-                return lane
-        return None
-
-    def _pop_resumed(self, group: _Class) -> Sequence | None:
-        while group.resumed:
-            sequence = heapq.heappop(group.resumed)[1]
-            if sequence.is_queued:
-                return sequence
-        return None
-
-    def _pop_fair(self, group: _Class) -> Sequence | None:
-        while (lane := self._least_served(group)) is not None:
-            if lane.num_deferred >= DEFERS_PER_LANE:
-                heapq.heappop(group.listed)
-                lane.is_listed = False
-                self._withheld.append(lane)
-                continue
-            while not (entry := heapq.heappop(lane.queue))[1].is_queued:
-                pass
-            lane.num_queued -= 1
-            return entry[1]
-        return None
-
-    def _sweep(self, group: _Class) -> None:
-        """Forgets idle lanes at or below the floor: on return they would be lifted to it anyway."""
-        if len(group.lanes) < group.sweep_at:
+    def _move(self, sequence: Sequence, old: Lane, new: Lane) -> None:
+        if sequence.phase is Phase.DONE:
             return
-        floor = self._floor(group)
-        group.lanes = {name: lane for name, lane in group.lanes.items() if lane.num_open or lane.counter > floor}
-        group.sweep_at = max(SWEEP_ABOVE, 2 * len(group.lanes))
+        is_queued = sequence.is_queued
+        self.discard(old, sequence)
+        if sequence in old.parked:
+            del old.parked[sequence]
+            new.parked[sequence] = None
+        if sequence.phase is Phase.RUNNING:
+            old.num_running -= 1
+            new.num_running += 1
+        sequence.rank = (new.priority, *sequence.rank[1:])
+        if is_queued:
+            self.push(new, sequence)
+
+    def _first_fair(self, group: LaneClass) -> Sequence | None:
+        while (lane := group.least_served()) is not None:
+            if lane.num_deferred < DEFERS_PER_LANE:
+                return head(lane.queue)
+            group.unlist_first()
+            self._withheld.append(lane)
+        return None

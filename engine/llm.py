@@ -27,7 +27,7 @@ from engine.config import EngineConfig, parse_size
 from engine.model.config import ModelConfig
 from engine.outputs import Job, Output
 from engine.params import SamplingParams
-from engine.protocol import Generate, Stats
+from engine.protocol import Chunk, Generate, Stats
 from engine.template import Message
 from engine.text import Tokenizer
 
@@ -192,9 +192,12 @@ class LLM:
                     job = active.get(chunk.id)
                     if job is None:
                         continue
-                    job.take(chunk)
+                    has_stopped = job.take(chunk)
+                    if has_stopped and not job.is_done:
+                        assert isinstance(chunk, Chunk)
+                        self._core.abort(chunk.id, chunk.choice)
                     if job.is_done:
-                        self._core.abort(chunk.id)  # a stop string ends what the engine would go on with
+                        self._core.abort(chunk.id)
                         del active[chunk.id]
                         advance(job)
                 if not self._core.can_run:

@@ -69,8 +69,8 @@ class Job:
     def is_done(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.output.choices)
 
-    def take(self, chunk: Chunk | Failed) -> None:
-        """Raises Broken if the request failed."""
+    def take(self, chunk: Chunk | Failed) -> bool:
+        """Has a stop string ended a choice that the engine would go on with? Raises Broken if the request failed."""
         if isinstance(chunk, Failed):
             raise Broken(chunk.code, chunk.message, chunk.retry_after_s, chunk.param)
         output, choice, stream = self.output, self.output.choices[chunk.choice], self._streams[chunk.choice]
@@ -78,7 +78,7 @@ class Job:
             output.prompt_logprobs = chunk.prompt_logprobs
         output.num_cached_tokens = max(output.num_cached_tokens, chunk.num_cached_tokens)
         if stream.finished:
-            return
+            return False
         delta = stream.push(chunk)
         kept = delta.num_tokens - len(choice.token_ids)
         choice.text += delta.text
@@ -86,3 +86,4 @@ class Job:
         if choice.logprobs is not None and chunk.logprobs is not None:
             choice.logprobs += chunk.logprobs[:kept]
         choice.finish_reason, choice.stop_reason = delta.finish, delta.stop_reason
+        return stream.finished and chunk.finish is None

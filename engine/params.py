@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty > 0; divides/multiplies logits of tokens in prompt and output (CTRL, arXiv 1909.05858)
     presence_penalty, frequency_penalty   −2 … 2, over output tokens (OpenAI)
     logit_bias         {token id: −100 … 100}, added to logits
+    allowed_token_ids  only these are produced: an end-of-sequence token too only if it is among them
     """
 
     temperature: float = 1.0
@@ -60,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -94,6 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ParamsError("stop", f"at most {MAX_STOP_STRINGS} strings")
         if any(not text for text in self.stop_strings):
             raise ParamsError("stop", "must not be an empty string")
+        if self.allowed_token_ids == []:
+            raise ParamsError("allowed_token_ids", "must name at least one token")
         for bias in (self.logit_bias or {}).values():
             _in_range("logit_bias", bias, -100.0, 100.0)
 
@@ -109,8 +113,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ParamsError where a token id lies outside [0, vocab_size)."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            if any(not 0 <= token < vocab_size for token in ids or ()):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            if any(not 0 <= token < vocab_size for token in getattr(self, name) or ()):
                 raise ParamsError(name, f"token ids must be in [0, {vocab_size})")
 
 

@@ -67,6 +67,9 @@ class Penalties:
         """logits [S, V] fp32, row i is what follows sequences[i].tokens."""
         self._penalise(logits_SV, [(i, s) for i, s in enumerate(sequences) if _is_penalised(s)])
         self._add_bias(logits_SV, [(i, s) for i, s in enumerate(sequences) if s.params.logit_bias])
+        for i, sequence in enumerate(sequences):
+            if sequence.params.allowed_token_ids is not None:
+                _allow(logits_SV[i], sequence.params.allowed_token_ids)
         self._block(logits_SV, [(i, s) for i, s in enumerate(sequences) if s.num_output < s.params.min_tokens])
 
     def _penalise(self, logits_SV: Tensor, rows: list[tuple[int, Sequence]]) -> None:
@@ -96,6 +99,14 @@ class Penalties:
             stops = [np.array(sorted({*self._eos, *(s.params.stop_token_ids or ())}), np.int64) for _, s in rows]
             index, ids, *_ = _flatten(rows, [(ids, np.zeros(len(ids))) for ids in stops], logits_SV.device)
             logits_SV[index, ids] = BLOCKED
+
+
+def _allow(logits_V: Tensor, allowed: list[int]) -> None:
+    """Everything else has probability 0."""
+    ids = torch.tensor(allowed, device=logits_V.device)
+    kept = logits_V[ids]
+    logits_V.fill_(BLOCKED)
+    logits_V[ids] = kept
 
 
 def _is_penalised(sequence: Sequence) -> bool:

@@ -67,7 +67,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Nothing more is wanted of the request; or of one choice (a stop string ended it), which then finishes."""
+
     id: str
+    choice: int | None = None
 
 
 class Warm(msgspec.Struct, frozen=True, tag="warm"):

@@ -13,14 +13,20 @@ from adapters.spec import AdapterRef
 from engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.lanes import Lane
+    from engine.lane import Lane
     from engine.protocol import Generate, TokenLogprobs
 
 
+MAX_PREEMPTIONS = 3
+"""So often a sequence may be made to give up its blocks."""
+
+
 class Phase(Enum):
-    """WAITING holds neither blocks nor device memory; RUNNING holds both; DONE will never run again."""
+    """WAITING holds neither blocks nor its adapter; PAUSED holds both and lacks a row; RUNNING has all three; DONE will
+    never run again."""
 
     WAITING = "waiting"
+    PAUSED = "paused"
     RUNNING = "running"
     DONE = "done"
 
@@ -36,10 +42,14 @@ class Sequence:
     seed           decided at arrival: draws are f(seed, choice, position) and have no history
     stop_ids       ids that end the output once it has params.min_tokens (end-of-sequence and stop_token_ids)
     max_len        len(tokens) at which the output ends
-    rank           (priority, arrival number of the request, choice): the smaller goes first and is preempted last
+    lane_name      of the lane in which it waits
+    rank           (class, arrival number of the request, choice): the smaller goes first and is preempted last
     hashes         chained hash of each full block of tokens, as far as anybody asked
     num_hashed     leading blocks that are known to the prefix cache
     need           free blocks that it lacked when it was last passed over
+    waits_since    when it arrived
+    ticket         of its place in a queue; 0 = it is in none
+    num_preempted  times that it gave up its blocks
     has_run        it was admitted, or forked, before: what is computed of it is owed to it
     goes_first     its turn has come before: it waits ahead of the lanes of its class
     """
@@ -63,9 +73,22 @@ class Sequence:
     num_hashed: int = 0
     need: int = 0
     phase: Phase = Phase.WAITING
-    is_queued: bool = False
+    lane_name: str = ""
+    waits_since: float = 0.0
+    ticket: int = 0
+    num_preempted: int = 0
     has_run: bool = False
     goes_first: bool = False
+
+    @property
+    def is_queued(self) -> bool:
+        return self.ticket != 0
+
+    @property
+    def may_yield(self) -> bool:
+        """It can be made to give up its blocks. After so many times it can't: from then on it holds from the start all
+        the blocks that it may ever need."""
+        return self.num_preempted < MAX_PREEMPTIONS
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +108,8 @@ class Sequence:
 class Request:
     """What was asked for once. Its first unfinished choice, the leader, computes the prompt; the others fork from it.
 
+    lane             where it waits and is charged
+    home             the lane in which it arrived; charged too, if ageing has lifted it to another
     deadline         when it fails (engine clock), None = never
     num_cached       prompt tokens given by the prefix cache at first admission; None = not admitted yet
     has_forked       the choices after the leader are under way
@@ -100,6 +125,10 @@ class Request:
     has_forked: bool = False
     blocked_at: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    home: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.home = self.lane
 
     @property
     def leader(self) -> Sequence:

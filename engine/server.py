@@ -226,8 +226,8 @@ class Server:
         return not self._owner or time.monotonic() > self._stopped_at + self.grace_s
 
     def _take_messages(self) -> None:
-        """All that has arrived. Waits only when the last step had nothing to run."""
-        timeout_s = 0.0 if self.core.can_run else LOAD_POLL_S if self.core.has_work else IDLE_POLL_S
+        """All that has arrived. Waits when there is nothing to do, or the last step had nothing to run."""
+        timeout_s = IDLE_POLL_S if not self.core.has_work else 0.0 if self.core.can_run else LOAD_POLL_S
         try:
             worker, message = self.link.inbox.get(timeout=timeout_s) if timeout_s else self.link.inbox.get_nowait()
             while True:
@@ -240,14 +240,16 @@ class Server:
         match message:
             case None:
                 for request_id in [request for request, owner in self._owner.items() if owner == worker]:
-                    self._forget(request_id)
+                    # It may only have been busy: then it reads this, instead of waiting for tokens that never come.
+                    self._reply(request_id, Failed(request_id, "engine_error", "the gateway was silent for too long"))
                     self.core.abort(request_id)
             case Generate():
                 self._add(worker, message)
-            case Abort(id=request_id):
+            case Abort(id=request_id, choice=choice):
                 if self._owner.get(request_id) == worker:
-                    self._forget(request_id)
-                    self.core.abort(request_id)
+                    if choice is None:
+                        self._forget(request_id)
+                    self.core.abort(request_id, choice)
             case Warm(adapter=adapter):
                 self.core.warm(adapter)
             case Evict(digest=digest):

@@ -35,6 +35,30 @@ class Step:
         return sum(row.num_tokens for row in self.rows)
 
 
+class Draft:
+    """A step under construction: rows, and the tokens that it has left."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+        self._rows: dict[Sequence, Row] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """As many of its tokens as are left."""
+        pending = len(sequence.tokens) - sequence.num_computed
+        num_tokens = min(pending, self.num_left)
+        self._rows[sequence] = Row(sequence, sequence.num_computed, num_tokens, num_tokens == pending)
+        self.num_left -= num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        row = self._rows.pop(sequence, None)
+        if row is not None:
+            self.num_left += row.num_tokens
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(self._rows.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The outcome of one row: the token chosen, and logprobs where asked. token_id is None if the row did not sample,

@@ -16,7 +16,7 @@ from engine.params import SamplingParams
 from engine.protocol import Broken, Chunk, EngineError, FinishReason, Generate, TokenLogprobs
 from engine.text import TextStream, TextToken
 from gateway.models import Model
-from gateway.prompts import Chat, Prompt
+from gateway.prompts import Chat, Prompt, Truncation
 from gateway.replicas import ReplicaSet
 from tenants.quotas import Hold
 from tenants.usage import Status, UsageRecord
@@ -25,11 +25,17 @@ if TYPE_CHECKING:
     from gateway.inference import Inference
 
 
+TOP_UP_MARGIN = 64
+"""So many tokens before a reservation is used up, more is asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """What a client wants. `param` is the request field that held the prompts, for errors.
 
     Choice j of prompt i has index i·n + j. params.max_tokens None = as many as the context has room for.
+    cache_salt: apart from the tenant's own, for prompts that only requests of equal salt may find in the prefix cache.
+    token_ids: every Delta tells the ids that it stands for, also while their text is held back.
     without_output: only the prompts are wanted (echo with max_tokens 0): one token is computed, none given or billed.
     """
 
@@ -42,12 +48,15 @@ class Ask:
     user: str = ""
     tags: dict[str, str] | None = None
     without_output: bool = False
+    truncation: Truncation | None = None
+    cache_salt: str = ""
+    token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What comes next in one choice. `tokens` are those whose text is now complete; `prompt_logprobs`, when asked for,
-    come once, with the first delta of a prompt's first choice."""
+    come once, with the first delta of a prompt's first choice; `ids`, when asked for, are all that were produced."""
 
     choice: int
     text: str
@@ -55,6 +64,7 @@ class Delta:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -96,6 +106,8 @@ class Answer:
         self._generations: list[Generation] = []
         self._texts: list[TextStream] = []
         self._deltas: AsyncIterator[Delta] | None = None
+        self._next_top_up = 0
+        self._topping_up: asyncio.Task[None] | None = None
         self._closed: asyncio.Task[None] | None = None
 
     async def start(self, requests: list[Generate], replicas: ReplicaSet) -> None:
@@ -112,6 +124,11 @@ class Answer:
             for _ in range(self.ask.params.n)
         ]
         self._deltas = self._run()
+
+    @property
+    def tier(self) -> str:
+        """Where its adapter lay when the engine took it: resident, host or disk; empty without one."""
+        return self._generations[0].accepted.tier if self._generations else ""
 
     def __aiter__(self) -> Answer:
         return self
@@ -152,6 +169,8 @@ class Answer:
     async def _close(self) -> None:
         for generation in self._generations:
             await generation.aclose()
+        if self._topping_up is not None:
+            await self._topping_up
         is_computed = self._status != "refused" and bool(self._generations)
         if self._status == "error" and "first_token_s" not in self._times:
             is_computed = False
@@ -177,6 +196,8 @@ class Answer:
             num_running -= delta.finish is not None
             if not num_running:
                 self._status = "ok"
+            elif delta.finish is not None and chunk.finish is None:  # by a stop string, which no engine knows of
+                self._generations[prompt].stop(chunk.choice)
             yield delta
             if not num_running:
                 return
@@ -196,10 +217,20 @@ class Answer:
         if self.ask.without_output:
             return Delta(choice, "", (), text.finish, None, chunk.prompt_logprobs)
         self.usage.completion_tokens += stream.num_tokens - before
-        self.hold.completion_tokens = self.usage.completion_tokens
-        if not (text.text or text.tokens or text.finish or chunk.prompt_logprobs):
+        self._count(self.usage.completion_tokens)
+        ids = tuple(chunk.ids[: stream.num_tokens - before]) if self.ask.token_ids else ()
+        if not (text.text or text.tokens or text.finish or chunk.prompt_logprobs or ids):
             return None
-        return Delta(choice, text.text, text.tokens, text.finish, text.stop_reason, chunk.prompt_logprobs)
+        return Delta(choice, text.text, text.tokens, text.finish, text.stop_reason, chunk.prompt_logprobs, ids)
+
+    def _count(self, completion_tokens: int) -> None:
+        """For the heartbeat; and more is reserved in time when the client has set no end."""
+        self.hold.completion_tokens = completion_tokens
+        used, tokens = self.hold.used_tokens, self.hold.tokens
+        is_short = tokens < self.hold.ceiling and used + TOP_UP_MARGIN > tokens and used >= self._next_top_up
+        if is_short and (self._topping_up is None or self._topping_up.done()):
+            self._next_top_up = used + TOP_UP_MARGIN  # in debt: not with every token
+            self._topping_up = self._inference.top_up(self.hold)
 
 
 async def _merge(generations: list[Generation]) -> AsyncIterator[tuple[int, Chunk]]:

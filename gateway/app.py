@@ -26,7 +26,7 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, keys, tenants, usage
+from gateway.admin import adapters, keys, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
@@ -39,10 +39,12 @@ from gateway.prompts import PromptEncoder
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
 from gateway.state import State
+from gateway.upload import UploadGate
 from tenants.db import Database, StateUnavailable
 from tenants.directory import TenantDirectory
 from tenants.epochs import Epochs
 from tenants.keys import KeyRing
+from tenants.plans import PlanBook
 from tenants.quotas import Quotas
 from tenants.state import MEMORY_URL, connect
 from tenants.upkeep import Upkeep
@@ -69,7 +71,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 
 _ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
-    usage.router, *adapters.routers,
+    plans.router, usage.router, *adapters.routers,
 )  # fmt: skip
 
 
@@ -116,9 +118,11 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
     stack.push_async_callback(inference.close)
     return State(
         settings=settings, database=database, redis=redis, keys=KeyRing(database, redis, settings.pepper),
-        quotas=quotas, ledger=ledger, directory=TenantDirectory(database, epochs), registry=registry, store=store,
+        quotas=quotas, ledger=ledger, directory=TenantDirectory(database, epochs), plans=PlanBook(database, epochs),
+        registry=registry, store=store,
         shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
         conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
+        uploads=UploadGate(),
     )  # fmt: skip
 
 

@@ -26,11 +26,12 @@ from engine.text import PromptError, TextError
 from gateway.conversations import ConversationBusy, NotStored, TurnLost
 from gateway.items import ItemError
 from gateway.models import ModelNotFound
-from gateway.upload import UploadError, UploadTooLarge
+from gateway.upload import UploadError, UploadTooLarge, UploadTooSlow
 from tenants.db import StateUnavailable
 from tenants.directory import TenantExists, TenantNotFound
 from tenants.keys import InvalidKey, KeyNotFound, TenantSuspended
 from tenants.limits import InvalidSettings
+from tenants.plans import PlanExists, PlanInUse, PlanNotFound
 from tenants.quotas import QuotaExceeded, Stale, Window
 
 log = logging.getLogger("chorus.gateway")
@@ -127,12 +128,17 @@ def _from_model(error: ModelNotFound) -> ApiError:
 
 def _from_quota(error: QuotaExceeded) -> ApiError:
     """429 that says which limit, and when it is worth while to come again, if ever."""
-    unit = {"requests": "requests per min", "tokens": "tokens per min", "concurrency": "concurrent requests"}
-    message = (
-        f"Rate limit reached for this {error.scope} on {unit[error.dimension]}: "
-        f"Limit {error.limit}, Used {error.used}, Requested {error.requested}."
-    )
+    unit = {"minute": f"{error.dimension} per min", "": "concurrent requests"}.get(error.period, "")
+    numbers = f"Limit {error.limit}, Used {error.used}, Requested {error.requested}."
     headers = rate_headers(error.windows)
+    if error.reset_s is not None:
+        message = (
+            f"You exceeded your current quota: the budget of this {error.scope} for tokens per {error.period} does not "
+            f"have what this request needs: {numbers} A new {error.period} begins in {go_duration(error.reset_s)}."
+        )
+        headers["x-should-retry"] = "false"
+        return ApiError(429, message, "insufficient_quota", "insufficient_quota", headers=headers)
+    message = f"Rate limit reached for this {error.scope} on {unit}: {numbers}"
     if error.retry_after_s is None:
         headers["x-should-retry"] = "false"
         message += " Waiting does not help: a single request is above the limit."
@@ -180,7 +186,7 @@ def _from_registry(error: RegistryError) -> ApiError:
 
 
 def _from_upload(error: UploadError) -> ApiError:
-    status = 413 if isinstance(error, UploadTooLarge) else 400
+    status = 413 if isinstance(error, UploadTooLarge) else 408 if isinstance(error, UploadTooSlow) else 400
     return ApiError(status, error.message, code=error.code, param=error.param)
 
 
@@ -254,7 +260,10 @@ _TABLE: list[tuple[type[BaseException], Callable[[Any], ApiError]]] = [
     (TenantSuspended, lambda _: unauthorized("This account is suspended.", "account_deactivated")),
     (TenantNotFound, lambda error: not_found(str(error), code="tenant_not_found")),
     (KeyNotFound, lambda error: not_found(str(error), code="key_not_found")),
+    (PlanNotFound, lambda error: not_found(str(error), code="plan_not_found")),
     (TenantExists, lambda error: conflict(str(error), "id")),
+    (PlanExists, lambda error: conflict(str(error), "id")),
+    (PlanInUse, lambda error: conflict(str(error))),
     (InvalidSettings, lambda error: bad_request(str(error), error.param)),
     (AdapterError, _from_adapter),
     (RegistryError, _from_registry),

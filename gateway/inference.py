@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +22,7 @@ from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
 from gateway.prompts import PromptEncoder, too_long
 from gateway.replicas import ReplicaSet
+from tenants.db import StateUnavailable
 from tenants.quotas import Hold, Quotas, Stale
 from tenants.usage import UsageRecord
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 Renew = Callable[[], "Awaitable[Principal]"]
 """Authenticates again, so that nothing cached decides; raises when the key is no longer good."""
 UNLIMITED_ESTIMATE = 512
-"""Tokens reserved per choice when the client set no max_tokens; what is really used is settled."""
+"""Tokens reserved per choice when the client set no max_tokens, and added whenever they are nearly used."""
 
 
 class Inference:
@@ -63,19 +65,22 @@ class Inference:
         principal, model = await self.models.resolve(principal, ask.model, renew)
         ready = self._replicas.ready()
         ask.params.check_vocabulary(ready.vocab_size)
-        prompts = await self.encoder.encode(ask.prompts, ask.param, ready)
+        prompts = await self.encoder.encode(ask.prompts, ask.param, ready, ask.truncation)
         outputs = [_output_tokens(ask, len(ids), ready) for ids in prompts]
         attempt = secrets.token_hex(16)
         for is_last_try in (False, True):
             record = _record(attempt, principal, model, ask, prompts)
             reserved = record.prompt_tokens + ask.params.n * sum(min(n, _estimate(ask, n)) for n in outputs)
+            ceiling = record.prompt_tokens + ask.params.n * sum(outputs)
             try:
-                hold = await self._quotas.hold(principal, record, reserved)
+                hold = await self._quotas.hold(principal, record, reserved, ceiling=ceiling)
                 break
             except Stale:
                 if is_last_try:
                     raise
                 principal, model = await self.models.renewed(ask.model, renew)
+        for gate in hold.exceeded:
+            self._metrics.add("chorus_limits_let_through", gate.scope, gate.name, gate.mode)
         answer = Answer(self, ask, model, hold, record, started)
         try:
             await answer.start(self._requests(attempt, principal, model, ask, prompts, outputs), self._replicas)
@@ -97,7 +102,7 @@ class Inference:
                 lane=principal.tenant_id,
                 weight=principal.lane_weight,
                 priority=principal.priority,
-                cache_salt=principal.cache_salt,
+                cache_salt=_salt(principal, ask),
                 timeout_s=self._timeout_s,
             )
             for i, (ids, output) in enumerate(zip(prompts, outputs, strict=True))
@@ -109,6 +114,15 @@ class Inference:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
+
+    def top_up(self, hold: Hold) -> asyncio.Task[None]:
+        """Reserve more for an answer that gets longer than was estimated; a refusal lets it go on into debt."""
+
+        async def top_up() -> None:
+            with suppress(StateUnavailable):  # settled in the end
+                await self._quotas.top_up(hold, UNLIMITED_ESTIMATE)
+
+        return self.finish(top_up())
 
     async def settle(self, hold: Hold, record: UsageRecord) -> None:
         """One entry in the ledger; the same numbers in the metrics."""
@@ -134,6 +148,11 @@ def _output_tokens(ask: Ask, num_prompt: int, ready: Ready) -> int:
         wanted = f"{num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} of output)"
         raise too_long(ready.max_model_len, wanted, ask.param)
     return room if asked is None else asked
+
+
+def _salt(principal: Principal, ask: Ask) -> str:
+    """A client may divide its tenant's prefix cache further; it never leaves it."""
+    return f"{principal.cache_salt}:{ask.cache_salt}" if ask.cache_salt else principal.cache_salt
 
 
 def _estimate(ask: Ask, output: int) -> int:

@@ -41,6 +41,9 @@ FAMILIES = {
     "chorus_request_seconds": Family("from the request to the end of its answer", ("route",), True),
     "chorus_first_token_seconds": Family("from the request to its first token", (), True),
     "chorus_tokens": Family("tokens of finished attempts: prompt (cached included), cached, completion", ("kind",)),
+    "chorus_limits_let_through": Family(
+        "requests above a limit that only counts (soft) or only watches (shadow)", ("scope", "limit", "mode")
+    ),
     "chorus_attempts": Family("finished attempts at an engine", ("status",)),
 }
 

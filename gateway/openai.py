@@ -13,26 +13,37 @@ from starlette.responses import Response
 from gateway.answer import Answer, Ask
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
-from gateway.chunks import ChatWriter, Shape, TextWriter, answer_headers
+from gateway.chunks import ChatWriter, Shape, Writer, answer_headers
 from gateway.errors import bad_request
 from gateway.logprobs import Names
 from gateway.models import Model, ModelTable
-from gateway.prompts import Chat, Prompt, Text
+from gateway.prompts import Chat, Prompt, Text, Truncation
 from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from gateway.sse import EventStream, unless_gone
 from gateway.state import State
+from gateway.text_chunks import TextWriter
 from tenants.keys import Principal
 
 router = APIRouter(tags=["openai"])
 Tenant = Depends(requires("inference"))
-Writer = ChatWriter | TextWriter
 
 
 def body_of(kind: type[Any]) -> dict[str, Any]:
     """For the OpenAPI document: these bodies are read strictly, before FastAPI sees them."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    schema = kind.model_json_schema()
+    schema = inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def inlined(part: Any, definitions: dict[str, Any]) -> Any:
+    """A JSON schema without references: none of our bodies is recursive."""
+    if isinstance(part, list):
+        return [inlined(entry, definitions) for entry in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return inlined(definitions[part["$ref"].rpartition("/")[2]], definitions)
+    return {name: inlined(value, definitions) for name, value in part.items()}
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
@@ -47,7 +58,7 @@ async def chat_completions(request: Request, principal: Principal = Tenant) -> R
         variables=body.chat_template_kwargs or {},
     )
     ask = _ask(request, body, [chat], param="messages", params=body.params())
-    shape = _shape(request, body, logprobs=bool(body.logprobs))
+    shape = _shape(request, body, logprobs=bool(body.logprobs), prefix=body.echoed)
     return await _answer(request, principal, ask, shape, body.stream, ChatWriter)
 
 
@@ -70,16 +81,24 @@ async def completions(request: Request, principal: Principal = Tenant) -> Respon
 def _ask(request: Request, body: Generation, prompts: list[Prompt], **values: Any) -> Ask:
     return Ask(
         model=body.model, prompts=prompts, request_id=request.scope.get("chorus.request_id", ""),
-        user=body.user or "", tags=body.metadata, **values,
+        user=body.user or "", tags=body.metadata, cache_salt=body.cache_salt or "",
+        truncation=_truncation(body), token_ids=bool(body.return_token_ids), **values,
     )  # fmt: skip
 
 
-def _shape(request: Request, body: Generation, **values: bool) -> Shape:
+def _truncation(body: Generation) -> Truncation | None:
+    if body.truncate_prompt_tokens is None:
+        return None
+    return Truncation(body.truncate_prompt_tokens, keeps_first=body.truncation_side == "right")
+
+
+def _shape(request: Request, body: Generation, **values: Any) -> Shape:
     return Shape(
         names=Names(state_of(request).tokenizer, bool(body.return_tokens_as_token_ids)),
         usage=body.wants_usage,
         usage_always=body.wants_usage_always,
         prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
         service_tier="default" if body.service_tier else None,
         **values,
     )

@@ -48,6 +48,22 @@ class Text:
 Prompt = Chat | Text | list[int]
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """Keep at most `limit` tokens of each prompt (-1 = as many as fit beside one token of output): the last ones, or
+    the first."""
+
+    limit: int
+    keeps_first: bool = False
+
+    def __call__(self, ids: list[int], ready: Ready) -> list[int]:
+        """Raises PromptError."""
+        if self.limit > ready.max_model_len:
+            raise PromptError(f"It must not be above {ready.max_model_len}.", "truncate_prompt_tokens")
+        limit = ready.max_model_len - 1 if self.limit < 0 else self.limit
+        return ids[:limit] if self.keeps_first else ids[-limit:]
+
+
 class PromptTooLong(Refused):
     """The prompt, or prompt and output, are more than the model's context."""
 
@@ -63,16 +79,21 @@ class PromptEncoder:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, prompts: Sequence[Prompt], param: str, ready: Ready) -> list[list[int]]:
+    async def encode(
+        self, prompts: Sequence[Prompt], param: str, ready: Ready, truncation: Truncation | None = None
+    ) -> list[list[int]]:
         """Raises PromptError or Refused; `param` is the request field that the prompts came from."""
-        return [await self._encode_one(prompt, param, ready) for prompt in prompts]
+        return [await self._encode_one(prompt, param, ready, truncation) for prompt in prompts]
 
-    async def _encode_one(self, prompt: Prompt, param: str, ready: Ready) -> list[int]:
+    async def _encode_one(self, prompt: Prompt, param: str, ready: Ready, truncation: Truncation | None) -> list[int]:
         if isinstance(prompt, list):
             ids = prompt
         else:
-            self._check_size(prompt, param, ready)
+            if truncation is None:
+                self._check_size(prompt, param, ready)
             ids = await self.ids(prompt)
+        if truncation is not None:
+            ids = truncation(ids, ready)
         if not ids:
             raise PromptError("The prompt is empty: it must have at least one token.", param)
         if not all(0 <= token < ready.vocab_size for token in ids):

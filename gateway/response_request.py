@@ -83,6 +83,7 @@ class NewResponse(_Body):
     safety_identifier: Annotated[str, Field(max_length=64)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     # only where they ask for what we do anyway
@@ -93,6 +94,11 @@ class NewResponse(_Body):
     reasoning: Any = None
     service_tier: str | None = None
     prompt: Any = None
+    context_management: list[Any] | None = None
+    moderation: None = None
+    background_options: None = None
+    access_programs: None = None
+    image: None = None
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -124,6 +130,13 @@ class NewResponse(_Body):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
+class CountedInput(NewResponse):
+    """What POST /v1/responses/input_tokens takes: the same, of which only what makes up the prompt counts."""
+
+    model: str = ""
+    personality: None = None
+
+
 def raise_if_unsupported(body: NewResponse) -> None:
     """Raises ApiError 400, naming the field, for what can't be done or contradicts itself."""
     refusals: list[tuple[str, bool, str]] = [
@@ -133,6 +146,7 @@ def raise_if_unsupported(body: NewResponse) -> None:
         ("text.format", _format(body) != "text", "Only the text format is supported yet."),
         ("text.verbosity", _verbosity(body) != "medium", "Verbosity can't be chosen."),
         ("reasoning", _asks(body.reasoning), "This model has no reasoning to be configured."),
+        ("context_management", bool(body.context_management), "Only `truncation` shortens what is read."),
         ("prompt", body.prompt is not None, "Prompt templates are not supported."),
         ("service_tier", body.service_tier not in (None, "auto", "default"), "There is only the default tier."),
         ("include", any(name != LOGPROBS for name in body.include or ()), f"Only {LOGPROBS} can be included."),

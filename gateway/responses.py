@@ -21,7 +21,7 @@ from gateway.logprobs import Names, chat_logprobs
 from gateway.openai import body_of
 from gateway.prompts import Chat
 from gateway.response_events import ResponseWriter
-from gateway.response_request import NewResponse, response_object
+from gateway.response_request import CountedInput, NewResponse, response_object
 from gateway.sse import EventStream, unless_gone
 from tenants.keys import Principal
 
@@ -124,6 +124,22 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.total_tokens,
     }
+
+
+@router.post("/input_tokens", openapi_extra=body_of(CountedInput))
+async def count_input_tokens(request: Request, principal: Principal = TENANT) -> dict[str, Any]:
+    """How many tokens a response would read: what was said before, instructions and input. Generates nothing."""
+    state = state_of(request)
+    body = body_as(request, CountedInput)
+    if body.model:
+        await state.inference.models.resolve(principal, body.model, renewal(request))
+    exchange = await Exchange.open(state.conversations, principal.tenant_id, body)
+    try:
+        messages = await exchange.messages(state.inference.encoder, state.replicas.ready())
+        ids = await state.inference.encoder.ids(Chat(messages=messages))
+    finally:
+        await exchange.close()
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @router.post("/compact")

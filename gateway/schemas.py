@@ -7,12 +7,18 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from engine.params import MAX_LOGPROBS, SamplingParams
 from gateway.errors import bad_request
+from gateway.messages import Body, Message
 
-NO_EFFECT = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "request_id", "session_id"})
+NO_EFFECT = frozenset(
+    (
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "request_id",
+        "session_id",
+    )
+)  # fmt: skip
 """Hints that change no answer: any value is accepted. (Cache salts and request ids are the gateway's own.)"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none", "auto"), "parallel_tool_calls": (None, True, False),
@@ -22,15 +28,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (None, False), "reasoning_effort": (None,), "verbosity": (None,), "moderation": (None,),
     "suffix": (None, ""), "length_penalty": (None, 1), "use_beam_search": (None, False),
     "spaces_between_special_tokens": (None, True, False), "documents": (None,), "chat_template": (None,),
-    "allowed_token_ids": (None, []), "bad_words": (None, []), "logprob_token_ids": (None, []),
-    "truncate_prompt_tokens": (None,), "truncation_side": (None,), "priority": (None,), "cache_salt": (None,),
-    "vllm_xargs": (None,), "kv_transfer_params": (None,), "ec_transfer_params": (None,),
-    "return_token_ids": (None, False), "mm_processor_kwargs": (None,),
+    "bad_words": (None, []), "logprob_token_ids": (None, []), "priority": (None, 0), "vllm_xargs": (None,),
+    "kv_transfer_params": (None,), "ec_transfer_params": (None,), "mm_processor_kwargs": (None,),
 }  # fmt: skip
 """Fields that Chorus does not serve (yet), or that no client may decide: only these values, which ask for nothing."""
 MAX_PROMPTS = 1024
 MAX_CHOICES_IN_ALL = 2048
 MAX_ENTRIES = 1024
+MAX_ALLOWED = 100_000
 Ids = Annotated[list[int], Field(fail_fast=True)]
 """A list of a million wrong entries is wrong at its first one."""
 
@@ -45,17 +50,13 @@ def check_fields(body: Any) -> Any:
     return {name: value for name, value in body.items() if name not in NO_EFFECT and name not in NEUTRAL}
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Generation(_Body):
+class Generation(Body):
     """What chats and completions have in common: the sampling parameters of OpenAI and vLLM, and how to answer."""
 
     model: str
@@ -76,8 +77,13 @@ class Generation(_Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ENTRIES)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -96,6 +102,10 @@ class Generation(_Body):
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise bad_request("'prompt_logprobs' is not available in streams.", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise bad_request("It must be -1 (as much as fits) or at least 1.", "truncate_prompt_tokens")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise bad_request("Only together with 'truncate_prompt_tokens'.", "truncation_side")
         if self.metadata is not None and len(self.metadata) > 16:
             raise bad_request("At most 16 pairs.", "metadata")
         return self
@@ -113,7 +123,7 @@ class Generation(_Body):
         names = (
             "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
             "max_tokens", "min_tokens", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs",
-            "include_stop_str_in_output", "skip_special_tokens",
+            "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(**{**given, "logit_bias": token_bias(self.logit_bias), **values})
@@ -128,44 +138,6 @@ def token_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     return {int(key): value for key, value in bias.items()}
 
 
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(_Body):
-    type: Literal["refusal"]
-    refusal: str
-
-
-class Message(_Body):
-    """One turn. `developer` is what newer clients call the system role."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart | RefusalPart], Field(fail_fast=True)] | None = None
-    name: Annotated[str, Field(max_length=64)] | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    audio: None = None
-    annotations: list[Any] | None = None
-
-    @property
-    def text(self) -> str | None:
-        if not isinstance(self.content, list):
-            return self.content if self.content is not None or self.role != "assistant" else self.refusal or ""
-        return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in self.content)
-
-    def for_template(self, index: int) -> dict[str, Any]:
-        if self.text is None:
-            path = f"messages[{index}].content"
-            raise bad_request(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return message | {name: value for name, value in optional.items() if value is not None}
-
-
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
@@ -176,7 +148,7 @@ class ChatRequest(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
 
     @model_validator(mode="after")
     def _chat(self) -> ChatRequest:
@@ -194,6 +166,12 @@ class ChatRequest(Generation):
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise bad_request("It must be at least 1.", "max_completion_tokens")
         return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def echoed(self) -> str:
+        """What comes before the answer: with `echo`, the turn of the assistant that it goes on with."""
+        last = self.messages[-1]
+        return (last.text or "") if self.echo and last.role == "assistant" else ""
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.for_template(index) for index, message in enumerate(self.messages)]
@@ -244,7 +222,7 @@ class CompletionRequest(Generation):
         return self.sampling(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """POST /tokenize: a prompt, or messages. (vLLM's form.)"""
 
     model: str | None = None
@@ -263,7 +241,7 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None

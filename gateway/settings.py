@@ -67,10 +67,14 @@ class Settings(BaseModel):
     max_num_seqs: int = Field(64, ge=1, description="sequences that run in one step")
     max_batched_tokens: int = Field(1024, ge=1, description="tokens computed in one step")
     max_lora_rank: int = Field(64, ge=1, description="adapters above this rank are refused")
+    adapter_wait: float = Field(10, gt=0, description="seconds that a request waits for its adapter to load")
     max_upload: Annotated[int, BeforeValidator(parse_size)] = Field(1 << 30, ge=1, description="largest adapter")
 
     max_body: Annotated[int, BeforeValidator(parse_size)] = Field(8 << 20, ge=1, description="largest JSON body")
     request_timeout_s: float = Field(600, gt=0, description="a request that has not ended by then fails")
+    ageing_s: float = Field(30, gt=0, description="a starved request is lifted to the class above after so long")
+    max_waiting: int = Field(8192, ge=1, description="requests that may wait in an engine")
+    max_waiting_per_tenant: int = Field(1024, ge=1, description="requests of one tenant that may wait in an engine")
     drain_s: float = Field(30, ge=0, description="how long running streams may go on after SIGTERM")
     conversation_ttl_s: int = Field(30 * 86400, ge=1, description="unused responses and conversations are kept")
     engine_endpoints: Names = Field(
@@ -123,6 +127,10 @@ class Settings(BaseModel):
             max_num_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens,
             max_lora_rank=self.max_lora_rank,
+            adapter_wait_s=self.adapter_wait,
+            ageing_s=self.ageing_s,
+            max_waiting=self.max_waiting,
+            max_waiting_per_lane=self.max_waiting_per_tenant,
         )
 
     @classmethod

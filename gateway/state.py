@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from gateway.metrics import Metrics
     from gateway.replicas import ReplicaSet
     from gateway.settings import Settings
+    from gateway.upload import UploadGate
     from tenants.db import Database
     from tenants.directory import TenantDirectory
     from tenants.keys import KeyRing
+    from tenants.plans import PlanBook
     from tenants.quotas import Quotas
     from tenants.state import Client
     from tenants.usage import UsageLedger
@@ -34,6 +36,7 @@ class State:
     quotas: Quotas
     ledger: UsageLedger
     directory: TenantDirectory
+    plans: PlanBook
     registry: AdapterRegistry
     store: AdapterStore
     shape: BaseShape
@@ -42,3 +45,4 @@ class State:
     inference: Inference
     conversations: ConversationStore
     metrics: Metrics
+    uploads: UploadGate

@@ -1,18 +1,22 @@
 """Upload: the multipart body of an adapter, streamed into a stage of the store. Nothing of the client becomes a path.
 
 Parts: `config` (adapter_config.json), `weights` (adapter_model.safetensors) and, where a new adapter is made, `name`.
-File names that a client gives are ignored. Memory does not grow with the body.
+File names that a client gives are ignored. Memory does not grow with the body. UploadGate bounds how many are taken in
+at a time; the others wait unread.
 
-    UploadError        the body can't be understood; has .code, .message, .param
-    └── UploadTooLarge it, or one part, is above its limit
+    UploadError         the body can't be understood; has .code, .message, .param
+    ├── UploadTooLarge  it, or one part, is above its limit
+    └── UploadTooSlow   it has not arrived in time
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+from weakref import WeakValueDictionary
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -27,6 +31,12 @@ MAX_NAME_BYTES = 1 << 10
 MAX_FRAMING_BYTES = 16 << 10
 """Boundaries and part headers of a whole body."""
 WRITE_BYTES = 1 << 20
+IDLE_S = 30.0
+"""A client that sends nothing for so long has gone."""
+MAX_BODIES = 16
+MAX_BODIES_PER_OWNER = 4
+MAX_CHECKS = 2
+"""Per worker: bodies that are read, of all and of one tenant; adapters that are checked (each may take 1 GiB)."""
 FILES = {"config": CONFIG_FILE, "weights": WEIGHTS_FILE}
 
 
@@ -42,6 +52,41 @@ class UploadError(Exception):
 
 class UploadTooLarge(UploadError):
     """Above a limit."""
+
+
+class UploadTooSlow(UploadError):
+    """Out of time."""
+
+
+class UploadGate:
+    """Lets so many uploads of one worker in at a time: `async with gate.body(owner):`, `async with gate.checks:`."""
+
+    def __init__(self) -> None:
+        self.checks = asyncio.Semaphore(MAX_CHECKS)
+        self._bodies = asyncio.Semaphore(MAX_BODIES)
+        self._owners: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def body(self, owner: str) -> AsyncIterator[None]:
+        """One owner's slow uploads leave room for the others'."""
+        own = self._owners.setdefault(owner, asyncio.Semaphore(MAX_BODIES_PER_OWNER))
+        async with own, self._bodies:
+            yield
+
+
+async def in_time(chunks: AsyncIterator[bytes], total_s: float, idle_s: float = IDLE_S) -> AsyncIterator[bytes]:
+    """The same chunks. Raises UploadTooSlow when one takes longer than `idle_s`, or all together than `total_s`."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + total_s
+    while True:
+        try:
+            async with asyncio.timeout(min(idle_s, end - loop.time())):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise UploadTooSlow("timeout", "The upload did not arrive in time.") from None
+        yield chunk
 
 
 def check_length(headers: Mapping[str, str], max_bytes: int) -> None:

@@ -8,8 +8,8 @@ StateUnavailable             a store that must answer does not; try again later
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
+from tenants.patience import Deadline, Turns, TurnsStopped, wait_within
+
 NAMES = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -28,7 +30,8 @@ NAMES = {
     "pk": "pk_%(table_name)s",
 }
 ANSWER_S = 0.8
-"""A server that gives no connection within this time counts as away."""
+"""A server that gives no connection within this time counts as away; so does one whose connections are all in use and
+none of which comes back for so long."""
 STATEMENT_S = 30.0
 """The longest that one statement may take on PostgreSQL."""
 LOCK_S = 10.0
@@ -117,6 +120,7 @@ class Database:
         self._answer_s = 2 * LOCK_S if self.is_sqlite else ANSWER_S
         self._read = async_sessionmaker(self.engine, expire_on_commit=False)
         self._write = async_sessionmaker(self.engine.execution_options(is_writer=True), expire_on_commit=False)
+        self._turns = Turns(pool_size, self._answer_s)
         self._leaving: set[asyncio.Future[Any]] = set()
 
     @asynccontextmanager
@@ -145,8 +149,16 @@ class Database:
     @asynccontextmanager
     async def _open(self, session: AsyncSession) -> AsyncIterator[AsyncSession]:
         try:
+            await self._turns.take()
+        except TurnsStopped as error:
+            raise DatabaseUnavailable(f"the database gives no connection: {error}") from error
+        connecting = self._start(session.connection())
+        has_worked = True
+        try:
             try:
-                await self._within(session.connection())
+                if not await wait_within(connecting, self._answer_s):
+                    raise TimeoutError
+                connecting.result()
             except (SQLAlchemyError, OSError, TimeoutError) as error:
                 raise DatabaseUnavailable(f"the database gives no connection: {type(error).__name__}") from error
             try:
@@ -155,21 +167,29 @@ class Database:
                 if isinstance(error, DBAPIError) and not _is_outage(error):
                     raise  # an answer: the caller knows what it means
                 raise DatabaseUnavailable(f"the database does not answer: {type(error).__name__}") from error
+        except DatabaseUnavailable:
+            has_worked = False
+            raise
         finally:
-            await self._within(session.close(), quiet=True)
+            connecting.cancel()
+            leaving = self._start(self._leave(session, connecting))
+            leaving.add_done_callback(lambda _: self._turns.give(has_worked=has_worked))
+            if has_worked:
+                await asyncio.shield(leaving)
 
-    async def _within(self, work: Any, quiet: bool = False) -> None:
-        """Wait no longer than a live server needs; what hangs is left to end on its own."""
-        task = asyncio.ensure_future(work)
+    async def _leave(self, session: AsyncSession, connecting: asyncio.Future[Any]) -> None:
+        """A session can be closed once nothing happens in it: what connects late would never be given back."""
+        await asyncio.wait({connecting})
+        with suppress(TimeoutError):
+            async with Deadline(self._answer_s):
+                await session.close()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Goes on whoever is cancelled; what hangs is left to end on its own."""
+        task = asyncio.create_task(work)
         self._leaving.add(task)
         task.add_done_callback(self._left)
-        done, _ = await asyncio.wait({task}, timeout=self._answer_s)
-        if done and not quiet:
-            task.result()
-        elif not done:
-            task.cancel()
-            if not quiet:
-                raise TimeoutError
+        return task
 
     def _left(self, task: asyncio.Future[Any]) -> None:
         self._leaving.discard(task)

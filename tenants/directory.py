@@ -18,8 +18,19 @@ from tenants import audit
 from tenants.audit import Act, Actor
 from tenants.db import Database
 from tenants.epochs import Epochs
-from tenants.limits import NAME, PRIORITIES, InvalidSettings, Limits, check_models, check_name
-from tenants.models import Tenant
+from tenants.limits import (
+    NAME,
+    PRIORITIES,
+    InvalidSettings,
+    Limits,
+    ModelLimits,
+    check_model_limits,
+    check_models,
+    check_name,
+    model_limits_of,
+)
+from tenants.models import Plan, Tenant
+from tenants.plans import described
 
 
 class TenantNotFound(LookupError):
@@ -40,6 +51,8 @@ class TenantSpec:
     priority: str = "standard"
     models: tuple[str, ...] | None = None
     limits: Limits = field(default_factory=Limits)
+    model_limits: ModelLimits = field(default_factory=dict)
+    plan: str | None = None
     suspended: bool = False
 
     def __post_init__(self) -> None:
@@ -54,9 +67,10 @@ class TenantSpec:
         if not isinstance(self.suspended, bool):
             raise InvalidSettings("suspended must be true or false", "suspended")
         check_models(self.models)
+        check_model_limits(self.model_limits)
 
 
-CHANGEABLE = ("name", "weight", "priority", "models", "limits", "suspended")
+CHANGEABLE = ("name", "weight", "priority", "models", "limits", "model_limits", "plan", "suspended")
 
 
 class TenantDirectory:
@@ -67,11 +81,12 @@ class TenantDirectory:
         self._epochs = epochs
 
     async def create(self, spec: TenantSpec, actor: Actor) -> Tenant:
-        """Raises TenantExists."""
+        """Raises TenantExists, InvalidSettings."""
         row = Tenant(id=spec.id)
         _apply(row, spec)
         try:
             async with self._epochs.change(spec.id) as session:
+                await _check_plan(session, spec)
                 session.add(row)
                 await session.flush()
                 audit.append(session, actor, Act("tenant.create", spec.id, spec.id, after=describe(row)))
@@ -104,7 +119,9 @@ class TenantDirectory:
         async with self._epochs.change(tenant_id) as session:
             row = await _find(session, tenant_id, lock=True)
             before = describe(row)
-            _apply(row, TenantSpec(**{**_as_spec(row), **changes, "limits": _changed(row, changes)}))
+            spec = TenantSpec(**{**_as_spec(row), **changes, "limits": _changed(row, changes)})
+            await _check_plan(session, spec)
+            _apply(row, spec)
             await session.flush()
             audit.append(session, actor, Act("tenant.update", tenant_id, tenant_id, before, describe(row)))
         return row
@@ -124,6 +141,12 @@ async def _find(session: AsyncSession, tenant_id: str, lock: bool = False) -> Te
     return row
 
 
+async def _check_plan(session: AsyncSession, spec: TenantSpec) -> None:
+    """The lock keeps the plan from being deleted meanwhile. Raises InvalidSettings."""
+    if spec.plan is not None and await session.get(Plan, spec.plan, with_for_update={"read": True}) is None:
+        raise InvalidSettings(f"there is no plan {spec.plan[:64]!r}", "plan")
+
+
 def _changed(row: Tenant, changes: Mapping[str, Any]) -> Limits:
     asked = changes.get("limits", {})
     return asked if isinstance(asked, Limits) else Limits.of({**asdict(Limits.of(row.limits)), **asked})
@@ -133,7 +156,8 @@ def _as_spec(row: Tenant) -> dict[str, Any]:
     models = None if row.models is None else tuple(row.models)
     return {
         "id": row.id, "name": row.name, "weight": row.weight, "priority": row.priority, "models": models,
-        "limits": Limits.of(row.limits), "suspended": row.suspended,
+        "limits": Limits.of(row.limits), "model_limits": model_limits_of(row.model_limits), "plan": row.plan,
+        "suspended": row.suspended,
     }  # fmt: skip
 
 
@@ -143,9 +167,12 @@ def _apply(row: Tenant, spec: TenantSpec) -> None:
     row.priority = spec.priority
     row.models = check_models(spec.models)
     row.limits = spec.limits.as_dict()
+    row.model_limits = check_model_limits(spec.model_limits)
+    row.plan = spec.plan
     row.suspended = spec.suspended
 
 
 def describe(row: Tenant) -> dict[str, Any]:
     """The tenant as the audit log keeps it."""
-    return {**_as_spec(row), "models": row.models, "limits": asdict(Limits.of(row.limits))}
+    limits, model_limits = asdict(Limits.of(row.limits)), described(row.model_limits)
+    return {**_as_spec(row), "models": row.models, "limits": limits, "model_limits": model_limits}

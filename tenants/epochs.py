@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import ColumnElement, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants.db import Database
@@ -53,11 +53,21 @@ class Epochs:
             yield session
 
     @asynccontextmanager
-    async def _changing(self, tenant_ids: list[str] | None) -> AsyncIterator[AsyncSession]:
+    async def change_where(self, condition: ColumnElement[bool]) -> AsyncIterator[AsyncSession]:
+        """As change(), for something that concerns the tenants that meet the condition when it is done."""
+        async with self._changing(None, condition) as session:
+            yield session
+
+    @asynccontextmanager
+    async def _changing(
+        self, tenant_ids: list[str] | None, condition: ColumnElement[bool] | None = None
+    ) -> AsyncIterator[AsyncSession]:
         async with self._database.begin() as session:
             yield session
             if tenant_ids is None:
-                tenant_ids = list(await session.scalars(select(Tenant.id)))
+                everyone = select(Tenant.id)
+                wanted = everyone if condition is None else everyone.where(condition)
+                tenant_ids = list(await session.scalars(wanted))
             if tenant_ids:
                 await session.execute(insert(EpochOutbox), [{"tenant_id": tenant_id} for tenant_id in tenant_ids])
         try:

@@ -26,8 +26,9 @@ from tenants.db import Database, now
 from tenants.directory import TenantNotFound
 from tenants.epochs import Epochs
 from tenants.key_format import Pepper, make_key, public_id
-from tenants.limits import PRIORITIES, InvalidSettings, Limits, check_models, check_name
-from tenants.models import ApiKey, Tenant
+from tenants.limits import PRIORITIES, InvalidSettings, Limits, ModelLimits, check_models, check_name
+from tenants.models import ApiKey, Plan, Tenant
+from tenants.plans import effective
 from tenants.state import Client
 
 SCOPES = frozenset({"inference", "adapters:write"})
@@ -51,6 +52,8 @@ class Principal:
     """Who asks: an authenticated key with everything a request needs, immutable, so that it can be cached.
 
     lane_weight, priority   the tenant's share and class in the engine (0 interactive, 1 standard, 2 batch)
+    tenant_limits           those of the tenant itself, over those of its plan
+    model_limits            of the tenant for single models, by name without version
     models                  names and globs that the tenant may call; None = all that it can see
     key_models              the same of the key: a model must be allowed by both (limits.may_call)
     cache_salt              opaque, per tenant: HMAC(pepper, tenant)
@@ -63,6 +66,7 @@ class Principal:
     scopes: frozenset[str]
     tenant_limits: Limits = field(default_factory=Limits)
     key_limits: Limits = field(default_factory=Limits)
+    model_limits: ModelLimits = field(default_factory=dict)
     models: tuple[str, ...] | None = None
     key_models: tuple[str, ...] | None = None
     lane_weight: float = 1.0
@@ -205,18 +209,22 @@ class KeyRing:
             epoch = await self._epochs.get(tenant_id)
         generation = self._redis.generation
         async with self._database.session() as session:
-            found = (await session.execute(select(ApiKey, Tenant).join(Tenant).where(ApiKey.id == key_id))).first()
+            query = (
+                select(ApiKey, Tenant, Plan).select_from(ApiKey).join(Tenant).outerjoin(Plan, Plan.id == Tenant.plan)
+            )
+            found = (await session.execute(query.where(ApiKey.id == key_id))).first()
         if found is None or not self._pepper.opens(found[0].digest, found[0].pepper_version, sha256):
             self._cache.pop(sha256, None)
             raise InvalidKey("no such key")
-        row, tenant = found
-        principal = replace(self._principal(row, tenant), epoch=epoch, generation=generation)
+        row, tenant, plan = found
+        principal = replace(self._principal(row, tenant, plan), epoch=epoch, generation=generation)
         return self._keep(sha256, _Verdict(principal, row.revoked_at is not None, tenant.suspended, row.expires_at))
 
-    def _principal(self, row: ApiKey, tenant: Tenant) -> Principal:
+    def _principal(self, row: ApiKey, tenant: Tenant, plan: Plan | None) -> Principal:
+        limits, model_limits = effective(tenant, plan)
         return Principal(
             tenant_id=tenant.id, key_id=row.id, scopes=frozenset(row.scopes),
-            tenant_limits=Limits.of(tenant.limits), key_limits=Limits.of(row.limits),
+            tenant_limits=limits, key_limits=Limits.of(row.limits), model_limits=model_limits,
             models=None if tenant.models is None else tuple(tenant.models),
             key_models=None if row.models is None else tuple(row.models),
             lane_weight=tenant.weight, priority=PRIORITIES[tenant.priority], cache_salt=self._pepper.salt(tenant.id),

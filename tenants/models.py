@@ -1,4 +1,4 @@
-"""The tables of tenants: Tenant, ApiKey, UsageEntry, AuditEntry, EpochOutbox. Rows only, no behaviour."""
+"""The tables of tenants: Plan, Tenant, ApiKey, UsageEntry, AuditEntry, EpochOutbox. Rows only, no behaviour."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from tenants.db import Base, UtcDateTime, now
 
 RowId = BigInteger().with_variant(Integer, "sqlite")
 """SQLite counts up only an INTEGER primary key."""
+
+
+class Plan(Base):
+    """A named set of limits that tenants refer to; `model_limits` by the name of a model."""
+
+    __tablename__ = "plans"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    model_limits: Mapped[dict[str, dict[str, Any]]] = mapped_column(JSON, default=dict)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now, onupdate=now)
 
 
 class Tenant(Base):
@@ -28,7 +40,9 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(default=1.0)
     priority: Mapped[str] = mapped_column(String(16), default="standard")
     models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    limits: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    model_limits: Mapped[dict[str, dict[str, Any]]] = mapped_column(JSON, default=dict, server_default="{}")
+    plan: Mapped[str | None] = mapped_column(ForeignKey("plans.id"), index=True)
     suspended: Mapped[bool] = mapped_column(default=False)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now, onupdate=now)
@@ -47,7 +61,7 @@ class ApiKey(Base):
     hint: Mapped[str] = mapped_column(String(16))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    limits: Mapped[dict[str, int]] = mapped_column(JSON, default=dict)
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
     expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)

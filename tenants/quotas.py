@@ -1,4 +1,4 @@
-"""Limits per tenant and per key, exact over all workers: hold() before the work, settle() after it, always.
+"""Limits per tenant, key and model, exact over all workers: hold() before the work, settle() after it, always.
 
     QuotaExceeded      (tenants.gates) a limit refuses; nothing was consumed
     Stale              what the worker knows of the tenant is out of date: authenticate again, then hold again
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 
 from tenants.gates import Gate, QuotaExceeded, Window, gates, refusal, windows
 from tenants.keys import Principal
+from tenants.limits import Limits
 from tenants.slots import ACTIVE, TenantSlot
 from tenants.state import Argument, Client, RedisUnavailable, Script
 from tenants.usage import UsageRecord
@@ -41,17 +42,28 @@ FORGET_S = 600.0
 REPEAT_S = 5.0
 """Usage entries younger than this are given again to a Redis that was restarted: it may have lost them."""
 _BATCH = 50
+UNLIMITED = Limits()
 
 
 class Stale(Exception):
     """The tenant's epoch has moved since the principal was read."""
 
 
+class Bucket(msgspec.Struct, array_like=True, frozen=True):
+    """A bucket of tokens that an attempt was charged to, under the limit at its admission."""
+
+    key: str
+    period: str
+    limit: int
+    mode: str
+
+
 class _Blob(msgspec.Struct, array_like=True):
     """What sweep() needs to settle an attempt whose worker is dead."""
 
     record: UsageRecord
-    buckets: list[tuple[str, int]]
+    model: str
+    buckets: list[Bucket]
 
 
 @dataclass(eq=False)
@@ -59,16 +71,27 @@ class Hold:
     """A reservation and a lease, until settle(). Set `completion_tokens` as tokens arrive: if this process dies, the
     attempt is billed by the number that the last heartbeat carried.
 
-    tokens      reserved: prompt + what may come
+    model       whose limits it is counted under
+    tokens      reserved: prompt + what may come; top_up() adds to it
+    ceiling     what it can come to at most
     windows     "requests" and "tokens" → the tightest Window, absent if unlimited: for the response headers
+    exceeded    limits that let it through although it is above them: soft budgets, limits in shadow mode
     """
 
     record: UsageRecord
+    model: str
     tokens: int
-    buckets: list[tuple[str, int]]
+    ceiling: int
+    buckets: list[Bucket]
     generation: int
-    windows: dict[str, Window]
+    windows: dict[str, Window] = field(default_factory=dict)
+    exceeded: list[Gate] = field(default_factory=list)
     completion_tokens: int = 0
+
+    @property
+    def used_tokens(self) -> int:
+        """So far."""
+        return self.record.prompt_tokens + self.completion_tokens
 
     @property
     def slot(self) -> TenantSlot:
@@ -76,13 +99,14 @@ class Hold:
 
     @property
     def lease_keys(self) -> list[str]:
-        """Record of the attempt, leases of tenant and key: the keys that every script call on it begins with."""
-        slot = self.slot
-        return [slot.attempt(self.record.attempt_id), slot.leases, slot.key_leases(self.record.key_id)]
+        """Record of the attempt, leases of tenant, key and model: what every script call on it begins with."""
+        slot, record = self.slot, self.record
+        leases = [slot.leases, slot.key_leases(record.key_id), slot.model_leases(self.model)]
+        return [slot.attempt(record.attempt_id), *leases]
 
     @property
     def blob(self) -> bytes:
-        return msgspec.json.encode(_Blob(self.record, self.buckets))
+        return msgspec.json.encode(_Blob(self.record, self.model, self.buckets))
 
 
 class Quotas:
@@ -101,15 +125,22 @@ class Quotas:
 
     # -- the way of a request
 
-    async def hold(self, principal: Principal, record: UsageRecord, tokens: int) -> Hold:
+    async def hold(
+        self, principal: Principal, record: UsageRecord, tokens: int, *, ceiling: int = 0, model: str = ""
+    ) -> Hold:
         """Reserve one request, `tokens` tokens (prompt included) and one lease under every limit, or nothing.
 
         record: the attempt, with its prompt counted. Repeating it with the same attempt_id is harmless.
+        ceiling: more tokens than `tokens` that it may come to, if they are not all reserved: see top_up().
+        model: whose limits count, if that is not record.model without its version.
         Raises QuotaExceeded, Stale, RedisUnavailable.
         """
         record = record.cleaned()
-        passed = gates(principal.tenant_limits, principal.key_limits, tokens)
-        hold = self._prepare(principal, record, passed, tokens)
+        model = model or record.model.partition("@")[0]
+        limits = principal.model_limits.get(model, UNLIMITED)
+        passed = gates(principal.tenant_limits, principal.key_limits, limits, tokens)
+        buckets = [_bucket(gate, principal, model) for gate in passed if gate.dimension == "tokens"]
+        hold = Hold(record, model, tokens, max(ceiling, tokens), buckets, self._redis.generation)
         await self._touch(principal.tenant_id)
         try:
             reply = await self._call_hold(principal, hold, passed)
@@ -124,10 +155,29 @@ class Quotas:
         self._kept.pop(record.attempt_id, None)
         used = [float(value) for value in reply[2:]]
         if reply[0] == "refused":
-            raise refusal(passed, used)
-        hold.windows = windows(passed, used)
+            raise refusal(passed, used, float(reply[1]) / 1e6)
+        hold.windows = windows(passed, [level + gate.cost for gate, level in zip(passed, used, strict=True)])
+        hold.exceeded = [gate for gate, level in zip(passed, used, strict=True) if gate.exceeds(level)]
+        for gate in hold.exceeded:
+            log.info(
+                "tenant %s, key %s, model %s: above the %s limit of %s (%s: %d); let through",
+                principal.tenant_id, principal.key_id, model, gate.mode, gate.scope, gate, gate.limit,
+            )  # fmt: skip
         self._live[record.attempt_id] = hold
         return hold
+
+    async def top_up(self, hold: Hold, more: int) -> bool:
+        """Reserve `more` tokens for an attempt that runs on, up to its ceiling. → False if a limit refuses that: then
+        what was used beyond the reservation is charged as a debt, and the attempt goes on. Raises RedisUnavailable.
+        """
+        args: list[Argument] = ["topup", hold.used_tokens, max(0, min(more, hold.ceiling - hold.tokens))]
+        for bucket in hold.buckets:
+            args += [bucket.period, bucket.limit, bucket.mode]
+        keys = [hold.lease_keys[0], *(bucket.key for bucket in hold.buckets)]
+        answer, charged = await self._script(self._redis, keys, args)
+        if answer != "gone":
+            hold.tokens = int(charged)
+        return bool(answer == "granted")
 
     async def settle(self, hold: Hold, record: UsageRecord) -> None:
         """Release the lease, correct the tokens to record.total_tokens and append the usage entry.
@@ -199,28 +249,19 @@ class Quotas:
 
     # -- the calls
 
-    def _prepare(self, principal: Principal, record: UsageRecord, passed: Sequence[Gate], tokens: int) -> Hold:
-        slot = TenantSlot(principal.tenant_id)
-        buckets = [
-            (slot.bucket(_owner(gate, principal), gate.dimension), gate.limit or 0)
-            for gate in passed
-            if gate.dimension == "tokens"
-        ]
-        return Hold(record, tokens, buckets, self._redis.generation, {})
-
     async def _call_hold(self, principal: Principal, hold: Hold, passed: Sequence[Gate]) -> list[str]:
-        slot, record = hold.slot, hold.record
-        keys = [slot.epoch, *hold.lease_keys]
+        record = hold.record
+        keys = [hold.slot.epoch, *hold.lease_keys]
         args: list[Argument] = [
             "hold", record.attempt_id, principal.epoch, int(self.lease_s * 1000),
             hold.blob, record.prompt_tokens, hold.tokens,
         ]  # fmt: skip
         for gate in passed:
-            if gate.is_rate:
-                keys.append(slot.bucket(_owner(gate, principal), gate.dimension))
-                args += [gate.limit or 0, gate.cost]
+            if gate.dimension == "concurrency":
+                args += [-1 if gate.limit is None else gate.limit, gate.mode]
             else:
-                args.append(-1 if gate.limit is None else gate.limit)
+                keys.append(_bucket(gate, principal, hold.model).key)
+                args += [gate.period, gate.limit or 0, gate.cost, gate.mode]
         reply: list[str] = await self._script(self._redis, keys, args)
         return reply
 
@@ -231,8 +272,8 @@ class Quotas:
         for hold in holds:
             keys += hold.lease_keys
             is_lost = hold.generation != generation
-            used = hold.record.prompt_tokens + hold.completion_tokens
-            args += [hold.record.attempt_id, used, int(is_lost), hold.blob if is_lost else b"", hold.tokens]
+            blob = hold.blob if is_lost else b""
+            args += [hold.record.attempt_id, hold.used_tokens, int(is_lost), blob, hold.tokens]
         await self._script(self._redis, keys, args)
         for hold in holds:
             hold.generation = generation
@@ -253,15 +294,10 @@ class Quotas:
         await self._call_settle(hold, "end", tokens, entry)
 
     async def _call_settle(self, hold: Hold, how: str, tokens: int, entry: bytes) -> str:
-        keys = [*hold.lease_keys, hold.slot.usage, *(key for key, _ in hold.buckets)]
-        args: list[Argument] = [
-            "settle",
-            hold.record.attempt_id,
-            how,
-            tokens,
-            entry,
-            *(limit for _, limit in hold.buckets),
-        ]
+        keys = [*hold.lease_keys, hold.slot.usage, *(bucket.key for bucket in hold.buckets)]
+        args: list[Argument] = ["settle", hold.record.attempt_id, how, tokens, entry]
+        for bucket in hold.buckets:
+            args += [bucket.period, bucket.limit]
         reply: str = await self._script(self._redis, keys, args)
         return reply
 
@@ -271,7 +307,7 @@ class Quotas:
             await self._redis.zrem(slot.leases, attempt_id)
             return 0
         found = msgspec.json.decode(blob, type=_Blob)
-        hold = Hold(found.record, 0, found.buckets, 0, {})
+        hold = Hold(found.record, found.model, 0, 0, found.buckets, 0)
         completion_tokens = max(0, int(used) - found.record.prompt_tokens)
         record = msgspec.structs.replace(found.record, status="expired", completion_tokens=completion_tokens)
         return int(await self._call_settle(hold, "expire", int(used), msgspec.json.encode(record)) == "settled")
@@ -290,5 +326,8 @@ class Quotas:
             await self._redis.zrem(ACTIVE, slot.tenant_id)
 
 
-def _owner(gate: Gate, principal: Principal) -> str:
-    return "tenant" if gate.scope == "tenant" else principal.key_id
+def _bucket(gate: Gate, principal: Principal, model: str) -> Bucket:
+    owner = {"tenant": "tenant", "key": principal.key_id, "model": f"model:{model}"}[gate.scope]
+    dimension = gate.dimension if gate.is_rate else f"{gate.dimension}:{gate.period}"
+    key = TenantSlot(principal.tenant_id).bucket(owner, dimension)
+    return Bucket(key, gate.period, gate.limit or 0, gate.mode)

@@ -41,8 +41,11 @@ class TenantSlot:
     def key_leases(self, key_id: str) -> str:
         return f"{self._slot}:leases:{key_id}"
 
+    def model_leases(self, model: str) -> str:
+        return f"{self._slot}:leases:model:{model}"
+
     def bucket(self, owner: str, dimension: str) -> str:
-        """`owner` is "tenant" or the id of a key."""
+        """`owner` is "tenant", the id of a key, or "model:<name>"."""
         return f"{self._slot}:bucket:{owner}:{dimension}"
 
     def attempt(self, attempt_id: str) -> str:

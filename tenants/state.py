@@ -1,5 +1,8 @@
 """Redis as the gateway uses it: connect(), an answer within a second or RedisUnavailable. Knows no key.
 
+The second is Redis's: it begins when a command is sent. Before that, commands wait for one of the connections, for as
+long as those that have one get answers.
+
 Values are str (decode_responses). A server that was restarted may have forgotten its last second, and so may one that
 took over: `generation` moves whenever a connection finds another server than before, and caches that trust what Redis
 said are to be read anew.
@@ -7,13 +10,12 @@ said are to be read anew.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import fakeredis
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
@@ -28,6 +30,7 @@ from redis.exceptions import (
 )
 
 from tenants.db import StateUnavailable
+from tenants.patience import Deadline, Turns, TurnsStopped
 
 Argument = str | int | float | bytes
 ANSWER_S = 0.8
@@ -43,7 +46,7 @@ class RedisUnavailable(StateUnavailable):
 
 async def _answered(work: Awaitable[Any]) -> Any:
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with Deadline(ANSWER_S):
             return await work
     except (ConnectionError, TimeoutError, MaxConnectionsError, AuthenticationError, OSError) as error:
         raise RedisUnavailable(f"Redis does not answer: {type(error).__name__}") from error
@@ -53,23 +56,43 @@ async def _answered(work: Awaitable[Any]) -> Any:
         raise
 
 
+async def _in_turn(turns: Turns, send: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        await turns.take()
+    except TurnsStopped as error:
+        raise RedisUnavailable(f"Redis does not answer: {error}") from error
+    has_worked = True
+    try:
+        return await _answered(send())
+    except RedisUnavailable:
+        has_worked = False
+        raise
+    finally:
+        turns.give(has_worked=has_worked)
+
+
 class _GuardedPipeline(Pipeline):  # type: ignore[misc]
+    turns: Turns
+
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        result: list[Any] = await _answered(super().execute(raise_on_error))
+        result: list[Any] = await _in_turn(self.turns, lambda: super(_GuardedPipeline, self).execute(raise_on_error))
         return result
 
 
 class Client(Redis):  # type: ignore[misc]
-    """redis.asyncio.Redis whose every command answers or raises RedisUnavailable within ANSWER_S."""
+    """redis.asyncio.Redis whose every command, once sent, answers or raises RedisUnavailable within ANSWER_S."""
 
+    turns: Turns
     generation = 0
     _run_id = ""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        return await _answered(super().execute_command(*args, **options))
+        return await _in_turn(self.turns, lambda: super(Client, self).execute_command(*args, **options))
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        return _GuardedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pipe = _GuardedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pipe.turns = self.turns
+        return pipe
 
     async def greet(self, connection: Any) -> None:
         """At every new connection: is this still the server that we knew?"""
@@ -120,6 +143,7 @@ def connect(url: str, max_connections: int = 32) -> Client:
         "decode_responses": True, "socket_timeout": None, "socket_connect_timeout": None, "retry": retry,
         "redis_connect_func": greet,
     }  # fmt: skip
-    client = Client(connection_pool=BlockingConnectionPool(max_connections, timeout=ANSWER_S, **options))
+    client = Client(connection_pool=ConnectionPool(max_connections=max_connections, **options))
+    client.turns = Turns(max_connections, ANSWER_S)
     client.auto_close_connection_pool = True
     return client

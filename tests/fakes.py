@@ -51,6 +51,9 @@ class FakeGeneration:
         self._position += 1
         return self._chunks[self._position - 1]
 
+    def stop(self, choice: int) -> None:
+        self._chunks = [c for i, c in enumerate(self._chunks) if c.choice != choice or i < self._position]
+
     async def aclose(self) -> None:
         self.closed = True
 

@@ -104,7 +104,8 @@ def test_adapter_files_are_blind_to_the_database(name: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["engine.scheduler", "engine.lanes", "engine.block_pool", "engine.sequence", "engine.protocol", "engine.step",
+    ["engine.scheduler", "engine.admission", "engine.preemption", "engine.ageing", "engine.progress",
+     "engine.lanes", "engine.block_pool", "engine.sequence", "engine.protocol", "engine.step",
      "engine.params", "adapters.residency"],
 )  # fmt: skip
 def test_policy_needs_no_torch(module: str) -> None:

@@ -29,7 +29,7 @@ from gateway.auth import AdminPrincipal, caller_of, requires, state_of
 from gateway.bodies import body_as
 from gateway.openai import body_of
 from gateway.state import State
-from gateway.upload import check_length, receive
+from gateway.upload import check_length, in_time, receive
 from tenants.directory import TenantNotFound
 
 log = logging.getLogger(__name__)
@@ -128,11 +128,14 @@ async def _take_in(request: Request, owner: str, wants_name: bool) -> tuple[str 
     stage = await asyncio.to_thread(state.store.stage)
     try:
         kind = request.headers.get("content-type", "")
-        name = await receive(request.stream(), kind, stage, max_bytes, wants_name)
+        async with state.uploads.body(owner):
+            body = in_time(request.stream(), state.settings.request_timeout_s)
+            name = await receive(body, kind, stage, max_bytes, wants_name)
         if name is not None:
             await _check_free(state, owner, name)
         limits = Limits(max_rank=state.settings.max_lora_rank, max_bytes=max_bytes)
-        spec = await validate_in_subprocess(stage, state.shape, limits)
+        async with state.uploads.checks:
+            spec = await validate_in_subprocess(stage, state.shape, limits)
         _check_memory(state, spec)
         size_bytes = await asyncio.to_thread(_size, stage)
         digest = await asyncio.to_thread(state.store.commit, stage)

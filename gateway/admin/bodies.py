@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from gateway.errors import bad_request
 from tenants.audit import Actor
 from tenants.directory import TenantNotFound
 from tenants.keys import KeyNotFound
-from tenants.limits import MAX_LIMIT, NAME, Limits
+from tenants.limits import MAX_LIMIT, MAX_MODEL_LIMITS, NAME, NUMBERS, Limits, model_limits_of
 
 Limit = Annotated[int, Query(ge=1, le=1000, description="How many to list at most.")]
 After = Annotated[str | None, Query(pattern=r"^[\x21-\x7e]{1,128}$", description="The id of the last one seen.")]
@@ -29,14 +29,36 @@ class Body(BaseModel):
 
 
 class LimitsBody(Body):
-    """null = unlimited, 0 = nothing."""
+    """null = unlimited, 0 = nothing. `soft` and `shadow` name limits that let everything through."""
 
     requests_per_minute: LimitNumber = None
     tokens_per_minute: LimitNumber = None
     concurrency: LimitNumber = None
+    tokens_per_day: LimitNumber = None
+    tokens_per_month: LimitNumber = None
+    soft: Annotated[list[str], Field(max_length=8)] = []
+    shadow: Annotated[list[str], Field(max_length=8)] = []
 
     def limits(self) -> Limits:
-        return Limits(**self.model_dump())
+        return Limits.of(self.model_dump())
+
+
+ModelLimitsBody = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=256)], LimitsBody], Field(max_length=MAX_MODEL_LIMITS)
+]
+"""By the name of a model, without a version."""
+
+
+def model_limits(bodies: Mapping[str, LimitsBody]) -> dict[str, Limits]:
+    return {name: body.limits() for name, body in bodies.items()}
+
+
+def limits_object(limits: Limits) -> dict[str, Any]:
+    return {**{name: getattr(limits, name) for name in NUMBERS}, "soft": limits.soft, "shadow": limits.shadow}
+
+
+def model_limits_object(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: limits_object(limits) for name, limits in model_limits_of(stored).items()}
 
 
 def page(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:

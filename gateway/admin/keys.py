@@ -8,8 +8,20 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.requests import Request
 
-from gateway.admin.bodies import After, Body, KeyId, Limit, LimitsBody, TenantId, actor_of, moment, page, unix
-from gateway.admin.tenants import Models, Name, limits_object
+from gateway.admin.bodies import (
+    After,
+    Body,
+    KeyId,
+    Limit,
+    LimitsBody,
+    TenantId,
+    actor_of,
+    limits_object,
+    moment,
+    page,
+    unix,
+)
+from gateway.admin.tenants import Models, Name
 from gateway.auth import requires, state_of
 from gateway.bodies import body_as
 from gateway.openai import body_of

@@ -11,7 +11,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from gateway.admin.adapters import evict
-from gateway.admin.bodies import After, Body, Limit, LimitsBody, TenantId, actor_of, page, unix
+from gateway.admin.bodies import (
+    After,
+    Body,
+    Limit,
+    LimitsBody,
+    ModelLimitsBody,
+    TenantId,
+    actor_of,
+    limits_object,
+    model_limits,
+    model_limits_object,
+    page,
+    unix,
+)
 from gateway.auth import requires, state_of
 from gateway.bodies import body_as
 from gateway.errors import bad_request
@@ -38,17 +51,21 @@ class NewTenant(Body):
     priority: Priority = "standard"
     models: Models = None
     limits: LimitsBody = LimitsBody()
+    model_limits: ModelLimitsBody = {}
+    plan: str | None = None
     suspended: bool = False
 
 
 class TenantChanges(Body):
-    """What is not named stays as it is, inside `limits` too."""
+    """What is not named stays as it is, inside `limits` too; `model_limits` is replaced whole."""
 
     name: Name | None = None
     weight: Weight | None = None
     priority: Priority | None = None
     models: Models = None
     limits: LimitsBody | None = None
+    model_limits: ModelLimitsBody | None = None
+    plan: str | None = None
     suspended: bool | None = None
 
 
@@ -58,7 +75,7 @@ async def create_tenant(request: Request) -> dict[str, Any]:
     spec = TenantSpec(
         id=body.id, name=body.name or "", weight=body.weight, priority=body.priority,
         models=None if body.models is None else tuple(body.models), limits=body.limits.limits(),
-        suspended=body.suspended,
+        model_limits=model_limits(body.model_limits), plan=body.plan, suspended=body.suspended,
     )  # fmt: skip
     return as_object(await state_of(request).directory.create(spec, actor_of(request)))
 
@@ -79,10 +96,12 @@ async def change_tenant(request: Request, tenant: TenantId) -> dict[str, Any]:
     body = body_as(request, TenantChanges)
     changes = {name: getattr(body, name) for name in body.model_fields_set}
     for name, value in changes.items():
-        if value is None and name != "models":
+        if value is None and name not in ("models", "plan"):
             raise bad_request(f"'{name}' must not be null.", name)
     if isinstance(changes.get("limits"), LimitsBody):
         changes["limits"] = changes["limits"].model_dump(exclude_unset=True)
+    if body.model_limits is not None:
+        changes["model_limits"] = model_limits(body.model_limits)
     return as_object(await state_of(request).directory.patch(tenant, changes, actor_of(request)))
 
 
@@ -113,14 +132,8 @@ def as_object(row: Tenant) -> dict[str, Any]:
         "priority": row.priority,
         "models": row.models,
         "limits": limits_object(limits),
+        "model_limits": model_limits_object(row.model_limits),
+        "plan": row.plan,
         "suspended": row.suspended,
         "created_at": unix(row.created_at),
-    }
-
-
-def limits_object(limits: Limits) -> dict[str, int | None]:
-    return {
-        "requests_per_minute": limits.requests_per_minute,
-        "tokens_per_minute": limits.tokens_per_minute,
-        "concurrency": limits.concurrency,
     }

@@ -24,6 +24,8 @@ DataDir = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 Rpm = Annotated[int | None, typer.Option("--requests-per-minute", min=0, show_default=False)]
 Tpm = Annotated[int | None, typer.Option("--tokens-per-minute", min=0, show_default=False)]
+PerDay = Annotated[int | None, typer.Option("--tokens-per-day", min=0, show_default=False)]
+PerMonth = Annotated[int | None, typer.Option("--tokens-per-month", min=0, show_default=False)]
 Concurrency = Annotated[
     int | None, typer.Option("--concurrency", min=0, help="requests at the same time", show_default=False)
 ]
@@ -43,8 +45,13 @@ def connect(url: str | None, data_dir: str | None) -> Rest:
     return Rest(url or f"http://127.0.0.1:{settings.port or 8000}", key)
 
 
-def limits(rpm: int | None, tpm: int | None, concurrency: int | None) -> dict[str, int]:
-    given = {"requests_per_minute": rpm, "tokens_per_minute": tpm, "concurrency": concurrency}
+def limits(
+    rpm: int | None, tpm: int | None, concurrency: int | None, per_day: int | None, per_month: int | None
+) -> dict[str, int]:
+    given = {
+        "requests_per_minute": rpm, "tokens_per_minute": tpm, "concurrency": concurrency, "tokens_per_day": per_day,
+        "tokens_per_month": per_month,
+    }  # fmt: skip
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.admin import AsJson, Concurrency, DataDir, Rpm, Tpm, Url, connect, given, limits, show
+from gateway.cli.admin import (
+    AsJson,
+    Concurrency,
+    DataDir,
+    PerDay,
+    PerMonth,
+    Rpm,
+    Tpm,
+    Url,
+    connect,
+    given,
+    limits,
+    show,
+)
 
 tenants = typer.Typer(help="Tenants: who may call what, and how much.", no_args_is_help=True)
 keys = typer.Typer(help="API keys of a tenant.", no_args_is_help=True)
@@ -18,6 +31,7 @@ Priority = Annotated[str | None, typer.Option(help="interactive, standard or bat
 Models = Annotated[
     list[str] | None, typer.Option("--model", help="name or glob it may call, repeatable [all]", show_default=False)
 ]
+Plan = Annotated[str | None, typer.Option(help="named set of limits, made over the admin API", show_default=False)]
 TENANT_COLUMNS = ("id", "name", "priority", "weight", "models", "limits", "suspended")
 KEY_COLUMNS = ("id", "name", "scopes", "limits", "created_at", "last_used_at")
 
@@ -25,12 +39,13 @@ KEY_COLUMNS = ("id", "name", "scopes", "limits", "created_at", "last_used_at")
 @tenants.command("create")
 def create_tenant(
     tenant: TenantId, name: Name = None, weight: Weight = None, priority: Priority = None, model: Models = None,
-    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None,
+    plan: Plan = None,
+    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None, tpd: PerDay = None, tpmo: PerMonth = None,
     url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Create a tenant."""
-    body = given(id=tenant, name=name, weight=weight, priority=priority, models=model or None,
-                 limits=limits(rpm, tpm, concurrency))  # fmt: skip
+    body = given(id=tenant, name=name, weight=weight, priority=priority, models=model or None, plan=plan,
+                 limits=limits(rpm, tpm, concurrency, tpd, tpmo))  # fmt: skip
     show(connect(url, data_dir).call("POST", "tenants", json=body), as_json)
 
 
@@ -49,13 +64,14 @@ def show_tenant(tenant: TenantId, url: Url = None, data_dir: DataDir = None, as_
 @tenants.command("update")
 def update_tenant(
     tenant: TenantId, name: Name = None, weight: Weight = None, priority: Priority = None, model: Models = None,
-    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None,
+    plan: Plan = None,
+    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None, tpd: PerDay = None, tpmo: PerMonth = None,
     suspended: Annotated[bool | None, typer.Option("--suspend/--resume", show_default=False)] = None,
     url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Change what is given; suspend or resume."""
-    body = given(name=name, weight=weight, priority=priority, models=model or None,
-                 limits=limits(rpm, tpm, concurrency), suspended=suspended)  # fmt: skip
+    body = given(name=name, weight=weight, priority=priority, models=model or None, plan=plan,
+                 limits=limits(rpm, tpm, concurrency, tpd, tpmo), suspended=suspended)  # fmt: skip
     show(connect(url, data_dir).call("PATCH", f"tenants/{tenant}", json=body), as_json)
 
 
@@ -71,11 +87,11 @@ def create_key(
     scope: Annotated[
         list[str] | None, typer.Option(help="inference or adapters:write, repeatable [inference]", show_default=False)
     ] = None,
-    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None,
+    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None, tpd: PerDay = None, tpmo: PerMonth = None,
     url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Create a key. It is shown now and never again."""
-    body = given(name=name, scopes=scope or None, limits=limits(rpm, tpm, concurrency))
+    body = given(name=name, scopes=scope or None, limits=limits(rpm, tpm, concurrency, tpd, tpmo))
     show(connect(url, data_dir).call("POST", f"tenants/{tenant}/keys", json=body), as_json)
 
 

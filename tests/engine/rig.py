@@ -16,7 +16,7 @@ from engine.lanes import Lanes
 from engine.params import SamplingParams
 from engine.protocol import Chunk, Failed, Generate, TokenLogprobs
 from engine.scheduler import Scheduler
-from engine.sequence import Phase, Sequence
+from engine.sequence import MAX_PREEMPTIONS, Phase, Sequence
 from engine.step import Row, Sampled, Step
 from tests.fakes import FakeRunner
 
@@ -259,7 +259,14 @@ class Rig:
         assert sorted(map(id, running)) == sorted(map(id, self.scheduler.running))
         assert [one.rank for one in self.scheduler.running] == sorted(one.rank for one in running)
         assert len(running) <= self.max_num_seqs
-        assert all(not one.blocks for one in sequences if one.phase is not Phase.RUNNING)
+        paused = [one for one in sequences if one.phase is Phase.PAUSED]
+        assert sorted(map(id, paused)) == sorted(map(id, self.scheduler.holding.paused))
+        assert all(one.is_queued and one.blocks for one in paused)
+        assert all(not one.blocks for one in sequences if one.phase in (Phase.WAITING, Phase.DONE))
+        assert all(one.num_preempted <= MAX_PREEMPTIONS for one in sequences)
+        for lane in self.lanes:
+            assert lane.num_running == sum(self.scheduler.holding.lane_of(one) is lane for one in running)
+        running += paused
         self.pool.check([one.blocks for one in running])
         used = sum(host.size_bytes for host in self.bank.placed.values())
         assert used == self.residency.used_bytes <= self.residency.budget_bytes
@@ -281,7 +288,7 @@ class Rig:
         assert self.lanes.num_waiting == 0
         assert not self.residency._demanded
         assert all(not entry.is_pinned and not entry.holders for entry in self.residency._entries.values())
-        assert not self.scheduler._admission._demands
+        assert not len(self.scheduler.admission.demands)
 
 
 def prompt(length: int, family: int = 0) -> list[int]:

@@ -18,12 +18,12 @@ import pytest
 from adapters.residency import ResidencyCache
 from adapters.spec import AdapterMissing, AdapterRef
 from engine.block_pool import BlockPool
-from engine.client import EngineClient, check_endpoint, make_engine_key
+from engine.client import MAX_MISSES, EngineClient, check_endpoint, make_engine_key
 from engine.config import ConfigError
 from engine.core import EngineCore
 from engine.lanes import Lanes
 from engine.params import SamplingParams
-from engine.protocol import Broken, Generate, Refused, Unavailable
+from engine.protocol import Broken, Generate, Ping, Refused, Unavailable
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.server import Link, Server
 from engine.step import Sampled, Step
@@ -177,6 +177,46 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
         assert not client._streams
 
 
+async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
+    """A choice that is stopped ends in the engine too; the stream goes on with the others to its end."""
+    serve(endpoint, step_s=0.002)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(n=2, max_tokens=60))
+        lengths = [0, 0]
+        async for chunk in stream:
+            lengths[chunk.choice] += len(chunk.ids)
+            if chunk.choice == 1 and chunk.start == 3:
+                stream.stop(1)
+
+        assert lengths[0] == 60
+        assert 3 < lengths[1] < 40
+        assert not client._streams
+
+
+async def test_an_idle_engine_sleeps(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nothing is left to do, also after an abort, the step loop waits instead of turning."""
+    running = serve(endpoint, step_s=0.005)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(max_tokens=400))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: not running.core.has_work)
+        turns = 0
+        take = running.server._take_messages
+
+        def counted() -> None:
+            nonlocal turns
+            turns += 1
+            take()
+
+        monkeypatch.setattr(running.server, "_take_messages", counted)
+        await asyncio.sleep(1)
+
+        assert turns < 20
+
+
 async def test_cancelled_before_accepted_aborts(endpoint: str, serve: Serve) -> None:
     """A caller that gives up while it waits for the engine's answer leaves nothing behind."""
     running = serve(endpoint, step_s=0.1)
@@ -219,6 +259,80 @@ async def test_engine_death_breaks_streams_at_once(endpoint: str, serve: Serve) 
         assert (await client.wait_ready(5)).boot_id == "two"
         chunks = [chunk async for chunk in await client.generate(ask("third", max_tokens=3))]
         assert sum(len(chunk.ids) for chunk in chunks) == 3
+
+
+async def test_a_pause_of_the_loop_is_no_silence(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's loop stands still for longer than an engine may be silent: the stream goes on where it was."""
+    monkeypatch.setattr("engine.client.PING_EVERY_S", 0.2)
+    serve(endpoint, step_s=0.05)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(max_tokens=100))
+        await anext(stream)
+
+        time.sleep(0.2 * MAX_MISSES + 1)  # noqa: ASYNC251 — that is the fault
+
+        assert sum([len(chunk.ids) async for chunk in stream]) == 99
+
+
+async def test_a_pause_that_the_engine_took_for_death(
+    endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's loop stood still for so long that the engine gave it up: its streams end with Broken at once, and
+    new ones are served."""
+    monkeypatch.setattr("engine.server.WORKER_SILENCE_S", 1.0)
+    monkeypatch.setattr("engine.client.PING_EVERY_S", 0.2)
+    running = serve(endpoint, step_s=0.02)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(max_tokens=500))
+        await anext(stream)
+
+        time.sleep(2.5)  # noqa: ASYNC251 — that is the fault
+
+        async with asyncio.timeout(2):
+            with pytest.raises(Broken, match="silent"):
+                async for _ in stream:
+                    pass
+        assert not running.core.has_work
+        chunks = [chunk async for chunk in await client.generate(ask("next", max_tokens=3))]
+        assert sum(len(chunk.ids) for chunk in chunks) == 3
+
+
+async def test_what_comes_while_we_send_is_read(endpoint: str, serve: Serve) -> None:
+    """A message that arrived before a send, in the same turn of a busy loop, is read: the send must not swallow the only
+    sign that it is there."""
+    serve(endpoint)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        for i in range(20):
+            client._send(Ping())
+            time.sleep(0.02)  # noqa: ASYNC251 — the loop is busy while the answer comes
+            client._send(Ping())
+            async with asyncio.timeout(0.9):
+                await client.generate(ask(str(i), max_tokens=1))
+
+
+async def test_a_silent_engine_is_given_up(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connected, but not a word any more: streams end with Broken after so many pings, and it is found again."""
+    monkeypatch.setattr("engine.client.PING_EVERY_S", 0.1)
+    monkeypatch.setattr("engine.server.STALL_S", 0.0)  # no ping is answered
+    monkeypatch.setattr("engine.server.STATS_EVERY_S", 60.0)
+    running = serve(endpoint, step_s=0.0)
+    async with connected(endpoint) as client:
+        await client.wait_ready(5)
+        stream = await client.generate(ask(max_tokens=500))
+        running.runner.step_s = 2.0
+        started = time.monotonic()
+        with pytest.raises(Broken, match="does not answer"):
+            async for _ in stream:
+                pass
+        assert time.monotonic() - started < 2.0 + 1.0
+        assert client.ready is None
+
+        running.runner.step_s = 0.0
+        monkeypatch.setattr("engine.server.STALL_S", 60.0)
+        await client.wait_ready(10)
 
 
 async def test_vanished_worker_frees_the_engine(endpoint: str, serve: Serve) -> None:

@@ -209,6 +209,8 @@ def test_an_adapter_in_use_is_never_evicted(tiny: World) -> None:
     order = ["b2", "b3", "b4", "b1", "b5"]
     prompts = [prompt_of(12, i) for i in range(5)]
     lengths = [60, 60, 60, 5, 20]
+    for name in order[:4]:
+        llm.generate([[5]], greedy(1), big[name][0])
 
     outputs = llm.generate(prompts, [greedy(n) for n in lengths], [big[name][0] for name in order])
 

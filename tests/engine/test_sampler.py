@@ -28,7 +28,7 @@ def random_logits(rows: int, vocab_size: int, spread: float = 3.0, seed: int = 0
 
 
 def adjusted(logits: np.ndarray, row: Sequence) -> np.ndarray:
-    """The definition of penalties, bias and min_tokens, one token at a time."""
+    """The definition of penalties, bias, allowed ids and min_tokens, one token at a time."""
     x = logits.astype(np.float64).copy()
     output = row.tokens[row.num_prompt :]
     for token in set(row.tokens):
@@ -39,6 +39,8 @@ def adjusted(logits: np.ndarray, row: Sequence) -> np.ndarray:
         x[token] -= row.params.presence_penalty + row.params.frequency_penalty * output.count(token)
     for token, bias in (row.params.logit_bias or {}).items():
         x[token] += bias
+    if row.params.allowed_token_ids is not None:
+        x[[token for token in range(len(x)) if token not in row.params.allowed_token_ids]] = -np.inf
     if row.num_output < row.params.min_tokens:
         x[[EOS, *(row.params.stop_token_ids or ())]] = -np.inf
     return x
@@ -82,6 +84,7 @@ PARAMS = st.builds(
     min_tokens=st.sampled_from([0, 6]),
     max_tokens=st.just(10),
     stop_token_ids=st.sampled_from([None, [5, 11]]),
+    allowed_token_ids=st.sampled_from([None, None, None, [2, 5, 7, 20]]),
 )
 TOKENS = st.lists(st.integers(0, 20), min_size=1, max_size=12)
 

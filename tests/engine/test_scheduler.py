@@ -391,7 +391,7 @@ def test_cached_tokens_are_fixed_at_first_admission() -> None:
 
     assert rig.scheduler.num_preemptions
     assert {chunk.num_cached_tokens for chunk in rig.chunks if chunk.id != "0"} == {16}
-    assert rig.scheduler.num_cached_tokens == 3 * 16
+    assert rig.scheduler.admission.num_cached_tokens == 3 * 16
     assert rig.scheduler.num_prompt_tokens == 4 * 17
 
 
@@ -599,3 +599,35 @@ def test_a_step_costs_little_whatever_waits() -> None:
 
     assert alone < 1e-3
     assert cost(3000) < 3 * alone
+
+
+def test_a_stopped_choice_costs_nothing_more() -> None:
+    """A choice that is not wanted any more ends with a last chunk, gives its blocks back and is computed no further;
+    the others of its request are not disturbed, and when all are stopped the request is over."""
+    rig = Rig()
+    request = rig.add("1", prompt(9), adapter(1), n=3, max_tokens=40, ignore_eos=True)
+    rig.core.abort("1", 1)  # too early: no choice can have said anything yet
+    while len(rig.outputs["1", 1]) < 5:
+        rig.step()
+    rig.core.abort("1", 1)
+    rig.core.abort("1", 1)
+    rig.take(rig.core.step())
+    computed, used = rig.runner.num_computed, rig.pool.num_used
+
+    assert rig.finished == {("1", 1): "stop"}
+    assert len(rig.scheduler.running) == 2
+    rig.step()
+    assert rig.runner.num_computed == computed + 2
+    assert rig.pool.num_used <= used + 2
+    rig.run()
+    assert rig.outputs["1", 0] == rig.expected(request, 0)
+    assert rig.outputs["1", 2] == rig.expected(request, 2)
+    assert len(rig.outputs["1", 1]) <= 6
+
+    rig.add("2", prompt(9), None, n=2, max_tokens=40, ignore_eos=True)
+    rig.step()
+    for choice in (1, 0):
+        rig.core.abort("2", choice)
+    rig.run()
+    rig.assert_idle()
+    assert rig.finished["2", 0] == rig.finished["2", 1] == "stop"

@@ -202,7 +202,7 @@ def test_kv02_preemption_loses_and_repeats_nothing(budget: int) -> None:
     for request in requests:
         rig.assert_right(request)
     assert {chunk.num_cached_tokens for chunk in rig.chunks} == {0}
-    assert rig.scheduler.num_generated_tokens == 8 * 60
+    assert rig.scheduler.progress.num_generated_tokens == 8 * 60
 
 
 def test_kv08_preemption_takes_no_more_than_needed() -> None:

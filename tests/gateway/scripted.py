@@ -70,8 +70,9 @@ class ScriptedGeneration:
     """Chunks of all choices in turn, the last choice first in each round."""
 
     def __init__(self, script: Script, request: Generate, ids: list[list[int]]) -> None:
-        self.accepted = Accepted(id=request.id)
+        self.accepted = Accepted(request.id, "disk" if request.adapter else "")
         self.num_closed = 0
+        self.stopped: list[int] = []
         self._script = script
         self._chunks = self._make(request, ids)
         self._position = 0
@@ -118,6 +119,9 @@ class ScriptedGeneration:
     @property
     def is_finished(self) -> bool:
         return self._position == len(self._chunks)
+
+    def stop(self, choice: int) -> None:
+        self.stopped.append(choice)
 
     async def aclose(self) -> None:
         self.num_closed += 1

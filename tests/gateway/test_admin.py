@@ -29,11 +29,14 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
 async def test_life_of_a_tenant(admin: httpx.AsyncClient) -> None:
     """Only the id is required; a patch changes what it names, inside limits too; deleting it is final."""
     made = await admin.post(TENANTS, json={"id": "acme"})
-    unlimited = {"requests_per_minute": None, "tokens_per_minute": None, "concurrency": None}
+    unlimited = {
+        "requests_per_minute": None, "tokens_per_minute": None, "concurrency": None, "tokens_per_day": None,
+        "tokens_per_month": None, "soft": [], "shadow": [],
+    }  # fmt: skip
     assert made.status_code == 201
     assert made.json() | {"created_at": 0} == {
         "object": "tenant", "id": "acme", "name": "acme", "weight": 1.0, "priority": "standard", "models": None,
-        "limits": unlimited, "suspended": False, "created_at": 0,
+        "limits": unlimited, "model_limits": {}, "plan": None, "suspended": False, "created_at": 0,
     }  # fmt: skip
     assert error(await admin.post(TENANTS, json={"id": "acme"}), 409)["param"] == "id"
 
@@ -106,6 +109,8 @@ REFUSED: list[tuple[str, str, Any, str | None]] = [
     ("PATCH", "/beta", {"id": "other"}, "id"),
     ("PATCH", "/beta", {"weight": None}, "weight"),
     ("PATCH", "/beta", {"limits": {"concurrency": 1.5}}, "limits.concurrency"),
+    ("PATCH", "/beta", {"limits": {"soft": ["concurrency"]}}, "limits.soft"),
+    ("PATCH", "/beta", {"plan": "none"}, "plan"),
     ("PATCH", "/beta", {"suspended": "yes"}, "suspended"),
     ("POST", "/beta/keys", {}, "name"),
     ("POST", "/beta/keys", {"name": "k", "scopes": ["root"]}, "scopes"),

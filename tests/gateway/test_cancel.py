@@ -209,6 +209,19 @@ async def test_an_engine_that_dies_during_a_plain_answer(server: Live) -> None:
     assert answer.json()["error"]["message"] == "gone"
 
 
+async def test_an_adapter_that_does_not_load_in_time(server: Live) -> None:
+    """A plain call is 503 model_loading with Retry-After; a stream, which has begun, tells it in an error event."""
+    Script([LONG], fail_after=0, error=Broken("adapter_loading", "not loaded within 10 s", 1.0)).install(server)
+    client = await server.http(await server.key("loading"))
+
+    plain = await client.post(PATH, json=chat())
+    frames = frames_of((await client.post(PATH, json=chat(stream=True))).content)
+
+    assert (plain.status_code, plain.json()["error"]["code"]) == (503, "model_loading")
+    assert plain.headers["retry-after"] == "1"
+    assert json.loads(frames[-1])["error"]["code"] == "model_loading"
+
+
 async def test_an_unexpected_fault_in_mid_stream(server: Live) -> None:
     """ST-07: a fault of our own is an error event too, and tells nothing of its inside."""
     script = Script([LONG]).install(server)
@@ -279,3 +292,16 @@ async def test_a_client_that_reads_nothing(server: Live) -> None:
 
     assert frames_of(other.content)[-1] == "[DONE]"
     await place_is_free(server, key)
+
+
+async def test_a_choice_that_a_stop_string_ended_costs_no_more(server: Live) -> None:
+    """Only the text layer sees stop strings: it tells the engine which choice has ended, unless all have."""
+    script = Script(texts=["one END two three", "one two three four END"]).install(server)
+    client = await server.http(await server.key("acme"))
+
+    answer = await client.post("/v1/chat/completions", json=chat(n=2, stop="END", max_tokens=100))
+
+    assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["stop", "stop"]
+    assert [choice["message"]["content"] for choice in answer.json()["choices"]] == ["one ", "one two three four "]
+    assert script.generations[0].stopped == [0]
+    assert script.generations[0].num_closed

@@ -132,7 +132,11 @@ async def test_the_clients_exceptions(server: Live) -> None:
         ({"max_tokens": "5"}, "max_tokens"), ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"), ({"logit_bias": {"abc": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"), ({"stream": "yes"}, "stream"), ({"model": 1}, "model"),
-        ({"user": 5}, "user"), ({"metadata": {"a": 1}}, "metadata"), ({"metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"user": 5}, "user"), ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"cache_salt": ""}, "cache_salt"),
+        ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+        ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"metadata": {"a": 1}}, "metadata"), ({"metadata": {"a" * 65: "b"}}, "metadata"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
     ],
 )  # fmt: skip
@@ -158,14 +162,14 @@ async def test_odd_values_that_mean_something(server: Live, fields: dict[str, An
 
 
 REFUSED: dict[str, Any] = {
-    "priority": 5, "cache_salt": "x", "kv_transfer_params": {}, "ec_transfer_params": {}, "vllm_xargs": {"a": 1},
-    "chat_template": "{{ 1 }}", "truncate_prompt_tokens": 5, "truncation_side": "left",
+    "priority": 5, "kv_transfer_params": {}, "ec_transfer_params": {}, "vllm_xargs": {"a": 1},
+    "chat_template": "{{ 1 }}",
     "structured_outputs": {"json": {}},
     "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "functions": [{"name": "f"}],
     "response_format": {"type": "json_object"}, "modalities": ["audio"], "audio": {"voice": "x"}, "store": True,
     "prediction": {"type": "content"}, "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low",
-    "allowed_token_ids": [1], "bad_words": ["x"], "logprob_token_ids": [1], "documents": [{}], "use_beam_search": True,
-    "length_penalty": 2, "return_token_ids": True, "echo": True, "zzz_unknown": 1,
+    "bad_words": ["x"], "logprob_token_ids": [1], "documents": [{}], "use_beam_search": True,
+    "length_penalty": 2, "truncation_side": "left", "zzz_unknown": 1,
     "api_base": "http://x", "max_token": 5,
 }  # fmt: skip
 

@@ -61,6 +61,7 @@ async def test_what_is_listed_can_be_called(server: Live, adapters: list[Path]) 
     assert listed["tiny"]["parent"] is None
     assert plain.json()["model"] == "pirate"
     assert plain.headers["x-adapter-version"] == "1"
+    assert plain.headers["x-chorus-adapter-tier"] == "disk"
     assert {chunk["model"] for chunk in chunks} == {"pirate"}
     assert script.requests[0].adapter is not None
     assert f"sha256:{script.requests[0].adapter.digest}" == made["digest"] == one["digest"]

@@ -356,3 +356,33 @@ async def test_background_features_are_refused(live: Live, client: AsyncOpenAI) 
     ):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"]
+
+
+async def test_input_tokens_are_those_of_the_response(live: Live, client: AsyncOpenAI, stranger: AsyncOpenAI) -> None:
+    """What is counted beforehand is what the response then reads: with instructions, what was said before, and in a
+    conversation; counting generates nothing, holds nothing, and shows nobody else's."""
+    conversation = await client.conversations.create(items=[{"type": "message", "role": "user", "content": "before"}])
+    first = await client.responses.create(model="tiny", input="one")
+    bodies: list[dict[str, Any]] = [
+        {"input": "hello world"},
+        {"input": [{"role": "user", "content": "hi"}], "instructions": "be short"},
+        {"input": "two", "previous_response_id": first.id},
+        {"input": "two", "conversation": conversation.id},
+    ]
+
+    for body in bodies:
+        num_before = len(live.engine.requests)
+        counted = await client.responses.input_tokens.count(model="tiny", **body)
+        assert len(live.engine.requests) == num_before
+        made = await client.responses.create(model="tiny", **body)
+        assert made.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+
+    for body in bodies[2:]:
+        with pytest.raises(openai.NotFoundError):
+            await stranger.responses.input_tokens.count(model="tiny", **body)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="nope", input="hi")
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.input_tokens.count(model="tiny")
+    assert (await client.responses.input_tokens.count(input="hi")).input_tokens > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
@@ -13,7 +14,18 @@ from hypothesis import strategies as st
 
 from adapters.config import MAX_CONFIG_BYTES
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
-from gateway.upload import UploadError, UploadTooLarge, check_length, receive
+from gateway.errors import to_api_error
+from gateway.upload import (
+    MAX_BODIES,
+    MAX_BODIES_PER_OWNER,
+    UploadError,
+    UploadGate,
+    UploadTooLarge,
+    UploadTooSlow,
+    check_length,
+    in_time,
+    receive,
+)
 
 TYPE = "multipart/form-data; boundary=xyz"
 
@@ -142,3 +154,41 @@ async def test_any_bytes_are_refused_cleanly(tmp_path_factory: pytest.TempPathFa
         await upload(stage, b"--xyz\r\n" + data, size=size)
 
     assert {path.name for path in files(stage)} <= {CONFIG_FILE, WEIGHTS_FILE}
+
+
+@pytest.mark.parametrize(("total_s", "idle_s"), [(60.0, 0.05), (0.2, 60.0)])
+async def test_a_slow_body_is_given_up(tmp_path: Path, total_s: float, idle_s: float) -> None:
+    """A client that stands still, or trickles for ever, is 408 at its time; a steady one is not."""
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield part("name", b"")[:-2]
+        for _ in range(10_000):
+            await asyncio.sleep(0.5 if idle_s < 1 else 0.01)
+            yield b"x"
+
+    with pytest.raises(UploadTooSlow) as caught:
+        await receive(in_time(trickle(), total_s, idle_s), TYPE, tmp_path, 1000, True)
+    assert to_api_error(caught.value).status == 408
+
+    (good := tmp_path / "good").mkdir()
+    assert await receive(in_time(stream(body(*GOOD), 7), 60.0, 5.0), TYPE, good, 1000, True) == "pirate"
+
+
+async def test_so_many_bodies_at_a_time() -> None:
+    """One owner's uploads take a part of the places, all together the rest; whoever leaves makes room."""
+    gate, inside, leave = UploadGate(), list[str](), asyncio.Event()
+
+    async def take(owner: str) -> None:
+        async with gate.body(owner):
+            inside.append(owner)
+            await leave.wait()
+
+    owners = ["greedy"] * 50 + [f"t{i}" for i in range(50)]
+    tasks = [asyncio.create_task(take(owner)) for owner in owners]
+    await asyncio.sleep(0.01)
+    assert inside.count("greedy") == MAX_BODIES_PER_OWNER
+    assert len(inside) == MAX_BODIES
+
+    leave.set()
+    await asyncio.gather(*tasks)
+    assert sorted(inside) == sorted(owners)

@@ -20,7 +20,16 @@ import tenants.models
 from migrations import current, downgrade, head, upgrade
 from tenants.db import Base, Database
 
-TABLES = {"tenants", "api_keys", "usage_entries", "audit_entries", "epoch_outbox", "adapters", "adapter_versions"}
+TABLES = {
+    "plans",
+    "tenants",
+    "api_keys",
+    "usage_entries",
+    "audit_entries",
+    "epoch_outbox",
+    "adapters",
+    "adapter_versions",
+}
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -54,6 +63,31 @@ async def test_up_and_down(empty_url: str) -> None:
         downgrade(empty_url, "-1")
 
     assert await _ask(empty_url, _tables) == {"alembic_version"}
+
+
+async def test_later_revisions_keep_what_is_there(empty_url: str) -> None:
+    """A tenant and its key from the first schema are there after all later steps, up and down again."""
+    moment = "'2026-01-01 00:00:00+00:00'"
+    upgrade(empty_url, "0002")
+
+    def fill(connection: Any) -> None:
+        connection.exec_driver_sql(
+            "INSERT INTO tenants (id, name, weight, priority, limits, suspended, created_at, updated_at) "
+            f"VALUES ('acme', 'Acme', 1, 'standard', '{{}}', false, {moment}, {moment})"
+        )
+        connection.exec_driver_sql(
+            "INSERT INTO api_keys (id, tenant_id, name, digest, pepper_version, hint, scopes, limits, created_at) "
+            f"VALUES ('k', 'acme', 'K', 'd', 1, 'h', '[]', '{{}}', {moment})"
+        )
+        connection.commit()
+
+    await _ask(empty_url, fill)
+    for move, revision in ((upgrade, "head"), (downgrade, "0002"), (upgrade, "head")):
+        move(empty_url, revision)
+        for table in ("tenants", "api_keys"):
+            query = f"SELECT id FROM {table}"
+            rows = await _ask(empty_url, lambda connection, query=query: list(connection.exec_driver_sql(query)))
+            assert len(rows) == 1
 
 
 async def test_migrated_schema_is_what_the_models_say(empty_url: str) -> None:

@@ -1,5 +1,6 @@
-"""The Lua of quotas against a model in Python: any sequence of holds, heartbeats, settlements, expiries, repeats and
-changes of limits, under a clock that the test moves; on redis-server and on the embedded fallback."""
+"""The Lua of quotas against a model in Python: any sequence of holds, top-ups, heartbeats, settlements, expiries,
+repeats and changes of limits and their modes, for tenant, keys and models, per minute, day and month, under a clock
+that the test moves; on redis-server and on the embedded fallback."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -16,14 +18,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from tenants.gates import Gate, gates
 from tenants.keys import Principal
-from tenants.limits import Limits
-from tenants.quotas import Hold, QuotaExceeded, Quotas, Stale
+from tenants.limits import BUDGETS, NUMBERS, Limits
+from tenants.quotas import Bucket as QuotaBucket
+from tenants.quotas import Hold, QuotaExceeded, Quotas, Stale, _bucket
 from tenants.slots import TenantSlot
 from tenants.state import Client, Script, connect
 from tenants.usage import UsageRecord
 
-MINUTE = 60_000_000
+MINUTE, HOUR = 60_000_000, 3_600_000_000
+BEGIN = (1_801_440_000 - 20) * 1_000_000
+"""20 s before February 2027, UTC."""
 SLOT = TenantSlot("acme")
 CLOCK = "{t:acme}:clock"
 LIMIT = st.one_of(st.none(), st.integers(0, 12))
@@ -44,11 +50,12 @@ def with_own_clock(script: Script) -> Script:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of the model."""
+    """A bucket of the model: of a rate, or (`window`) of a budget."""
 
     used: float
     at: int
     limit: int
+    window: int | None = None
 
     def level(self, now: int) -> float:
         return max(0.0, self.used - (now - self.at) * self.limit / MINUTE)
@@ -60,16 +67,23 @@ class Bucket:
 
 @dataclass
 class Attempt:
-    """An attempt of the model."""
+    """An attempt of the model. `charged_to`: the token buckets that were charged, with the limits at that time."""
 
     hold: Hold
     key: str
-    token_buckets: list[str]
-    limits: list[int]
+    model: str
+    charged_to: dict[str, Gate]
     deadline_ms: int
     used: int
     charged: int
+    at: int
     is_leased: bool = True
+
+
+def window(period: str, us: int) -> int:
+    """The calendar day (since 1970) or month (since year 0) of a time."""
+    moment = datetime.fromtimestamp(us // 1_000_000, UTC)
+    return us // 86_400_000_000 if period == "day" else moment.year * 12 + moment.month
 
 
 class QuotaMachine(RuleBasedStateMachine):
@@ -81,9 +95,9 @@ class QuotaMachine(RuleBasedStateMachine):
         self.redis: Client = connect(url)
         self.quotas = Quotas(self.redis, lease_s=10)
         self.quotas._script = with_own_clock(self.quotas._script)
-        self.now = 1_800_000_000_000_000
+        self.now = BEGIN
         self.epoch = 5
-        self.limits = {"tenant": Limits(), "k1": Limits(), "k2": Limits()}
+        self.limits = {"tenant": Limits(), "k1": Limits(), "k2": Limits(), "m1": Limits(), "m2": Limits()}
         self.buckets: dict[str, Bucket] = {}
         self.attempts: dict[str, Attempt] = {}
         self.entries: list[tuple[str, str, int]] = []
@@ -107,73 +121,144 @@ class QuotaMachine(RuleBasedStateMachine):
 
     def principal(self, key: str) -> Principal:
         return Principal(
-            "acme", key, frozenset(), tenant_limits=self.limits["tenant"], key_limits=self.limits[key], epoch=self.epoch
-        )
+            "acme", key, frozenset(), tenant_limits=self.limits["tenant"], key_limits=self.limits[key],
+            model_limits={name: self.limits[name] for name in ("m1", "m2")}, epoch=self.epoch,
+        )  # fmt: skip
 
-    def leased(self, key: str | None) -> int:
+    def leased(self, gate: Gate, key: str, model: str) -> int:
         return sum(
-            attempt.is_leased and attempt.deadline_ms > self.now // 1000 and key in (None, attempt.key)
+            attempt.is_leased and attempt.deadline_ms > self.now // 1000
+            and (gate.scope != "key" or attempt.key == key) and (gate.scope != "model" or attempt.model == model)
             for attempt in self.attempts.values()
-        )
+        )  # fmt: skip
 
-    @rule(owner=st.sampled_from(["tenant", "k1", "k2"]), requests=LIMIT, tokens=LIMIT, concurrency=LIMIT)
-    def change_limits(self, owner: str, requests: int | None, tokens: int | None, concurrency: int | None) -> None:
-        self.limits[owner] = Limits(requests, tokens, concurrency)
+    def level(self, name: str, gate: Gate, *, under: bool = True) -> float:
+        bucket = self.buckets.get(name)
+        if bucket is None:
+            return 0.0
+        if gate.is_budget:
+            return bucket.used if bucket.window == window(gate.period, self.now) else 0.0
+        return bucket.level_under(self.now, gate.limit or 0) if under else bucket.level(self.now)
+
+    def charge(self, name: str, gate: Gate, used: float, limit: int) -> None:
+        if used <= 0 or (gate.is_rate and limit <= 0):
+            self.buckets.pop(name, None)
+        else:
+            at = window(gate.period, self.now) if gate.is_budget else None
+            self.buckets[name] = Bucket(used, self.now, limit, at)
+
+    @rule(
+        owner=st.sampled_from(["tenant", "k1", "k2", "m1"]), requests=LIMIT, tokens=LIMIT, concurrency=LIMIT,
+        day=LIMIT, month=LIMIT, soft=st.sets(st.sampled_from(BUDGETS)), shadow=st.sets(st.sampled_from(NUMBERS)),
+        is_lenient=st.booleans(),
+    )  # fmt: skip
+    def change_limits(
+        self, owner: str, requests: int | None, tokens: int | None, concurrency: int | None, day: int | None,
+        month: int | None, soft: set[str], shadow: set[str], is_lenient: bool,
+    ) -> None:  # fmt: skip
+        modes = {"soft": tuple(soft - shadow), "shadow": tuple(shadow)} if is_lenient else {}
+        self.limits[owner] = Limits(requests, tokens, concurrency, day, month, **modes)
 
     @rule(us=st.one_of(st.integers(0, 3), st.integers(1, 20_000_000), st.just(5_000_000)))
     def wait(self, us: int) -> None:
         self.now += us
         self.do(self._tell_time())
 
-    @rule(key=st.sampled_from(["k1", "k2"]), prompt=st.integers(1, 3), more=st.integers(0, 6))
-    def hold(self, key: str, prompt: int, more: int) -> None:
+    @precondition(lambda self: self.now < BEGIN + 12 * HOUR)  # nobody dead for a day is remembered
+    @rule(hours=st.integers(1, 11))
+    def wait_long(self, hours: int) -> None:
+        self.wait(hours * HOUR)
+
+    @rule(
+        key=st.sampled_from(["k1", "k2"]), model=st.sampled_from(["m1", "m2@3"]), prompt=st.integers(1, 3),
+        more=st.integers(0, 6), beyond=st.integers(0, 6),
+    )  # fmt: skip
+    def hold(self, key: str, model: str, prompt: int, more: int, beyond: int) -> None:
         self.count += 1
-        record = UsageRecord(attempt_id=f"a{self.count}", tenant_id="acme", key_id=key, model="m", prompt_tokens=prompt)
-        cost = {"requests": 1, "tokens": prompt + more}
-        levels, is_refused = {}, False
-        for owner in ("tenant", key):
-            limits = self.limits[owner]
-            if limits.concurrency is not None:
-                is_refused |= self.leased(None if owner == "tenant" else key) + 1 > limits.concurrency
-            for dimension, limit in (("requests", limits.requests_per_minute), ("tokens", limits.tokens_per_minute)):
-                if limit is None:
-                    continue
-                bucket = self.buckets.get(f"{owner}:{dimension}")
-                used = bucket.level_under(self.now, limit) if bucket else 0.0
-                levels[f"{owner}:{dimension}"] = used
-                is_refused |= used + cost[dimension] > limit
+        record = UsageRecord(
+            attempt_id=f"a{self.count}", tenant_id="acme", key_id=key, model=model, prompt_tokens=prompt
+        )
+        name = model[:2]
+        passed = gates(self.limits["tenant"], self.limits[key], self.limits[name], prompt + more)
+        names = [_bucket(gate, self.principal(key), name).key for gate in passed]
+        levels = [
+            self.leased(gate, key, name) if gate.dimension == "concurrency" else self.level(bucket, gate)
+            for bucket, gate in zip(names, passed, strict=True)
+        ]
+        over = [
+            gate.limit is not None and used + gate.cost > gate.limit for gate, used in zip(passed, levels, strict=True)
+        ]
+        is_refused = any(above and gate.mode == "hard" for above, gate in zip(over, passed, strict=True))
+        work = self.quotas.hold(self.principal(key), record, prompt + more, ceiling=prompt + more + beyond)
         try:
-            hold = self.do(self.quotas.hold(self.principal(key), record, prompt + more))
+            hold = self.do(work)
         except QuotaExceeded as refused:
             assert is_refused
-            self._check_refusal(refused, key, levels, cost)
+            self._check_refusal(refused, passed, levels)
             return
         assert not is_refused
-        for name, used in levels.items():
-            owner, dimension = name.split(":")
-            limit = getattr(self.limits[owner], f"{dimension}_per_minute")
-            self.buckets[name] = Bucket(used + cost[dimension], self.now, limit)
-        token_buckets = [name for name in levels if name.endswith(":tokens")]
+        assert hold.exceeded == [gate for gate, above in zip(passed, over, strict=True) if above]
+        charged_to = {}
+        for bucket, gate, used, above in zip(names, passed, levels, over, strict=True):
+            if gate.dimension != "concurrency" and not (above and gate.mode == "shadow"):
+                self.charge(bucket, gate, used + gate.cost, gate.limit or 0)
+                if gate.dimension == "tokens":
+                    charged_to[bucket] = gate
         self.attempts[record.attempt_id] = Attempt(
-            hold, key, token_buckets, [self.buckets[name].limit for name in token_buckets],
-            self.now // 1000 + 10_000, prompt, prompt + more,
-        )  # fmt: skip
+            hold, key, name, charged_to, self.now // 1000 + 10_000, prompt, prompt + more, self.now
+        )
 
-    def _check_refusal(self, refused: QuotaExceeded, key: str, levels: dict[str, float], cost: dict[str, int]) -> None:
+    def _check_refusal(self, refused: QuotaExceeded, passed: list[Gate], levels: list[float]) -> None:
         """The refusal names a limit that does refuse, and its wait is right: that long, and no microsecond less."""
-        owner = "tenant" if refused.scope == "tenant" else key
-        if refused.dimension == "concurrency":
-            assert refused.limit == self.limits[owner].concurrency
+        closed = [
+            (gate, used) for gate, used in zip(passed, levels, strict=True)
+            if gate.refuses(used) and (gate.scope, gate.dimension, gate.period, gate.limit)
+            == (refused.scope, refused.dimension, refused.period, refused.limit)
+        ]  # fmt: skip
+        ((gate, used),) = closed
+        if gate.is_budget:
+            assert refused.retry_after_s is None
+            assert refused.reset_s is not None
+            then = self.now + round(refused.reset_s * 1e6) + 1_000
+            assert window(gate.period, then) == window(gate.period, self.now) + 1
             return
-        assert refused.limit == getattr(self.limits[owner], f"{refused.dimension}_per_minute")
-        used = levels[f"{owner}:{refused.dimension}"]
+        assert refused.reset_s is None
+        if gate.dimension == "concurrency":
+            return
         if refused.retry_after_s is None:
-            assert cost[refused.dimension] > refused.limit
+            assert gate.cost > refused.limit
             return
-        then = Bucket(used, 0, refused.limit).level(round(refused.retry_after_s * 1_000_000) + 1)
-        assert then + cost[refused.dimension] <= refused.limit + 1e-6
+        then_used = Bucket(used, 0, refused.limit).level(round(refused.retry_after_s * 1_000_000) + 1)
+        assert then_used + gate.cost <= refused.limit + 1e-6
         early = Bucket(used, 0, refused.limit).level(max(0, round(refused.retry_after_s * 1_000_000) - 2))
-        assert refused.retry_after_s < 3e-6 or early + cost[refused.dimension] > refused.limit
+        assert refused.retry_after_s < 3e-6 or early + gate.cost > refused.limit
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 50), completion=st.integers(0, 12), more=st.integers(0, 6))
+    def top_up(self, index: int, completion: int, more: int) -> None:
+        """What a limit refuses is a debt of what was really used; what none refuses is reserved."""
+        _, attempt = self._some(index)
+        attempt.hold.completion_tokens = completion
+        used = attempt.hold.record.prompt_tokens + completion
+        more = max(0, min(more, attempt.hold.ceiling - attempt.hold.tokens))
+        all_of_it = {bucket.key: bucket for bucket in attempt.hold.buckets}
+        gate_of = {key: attempt.charged_to.get(key) for key in all_of_it}
+        levels = {key: self._level_of(bucket) for key, bucket in all_of_it.items()}
+        is_granted = not any(
+            bucket.mode == "hard" and levels[key] + more > bucket.limit for key, bucket in all_of_it.items()
+        )
+        assert self.do(self.quotas.top_up(attempt.hold, more)) == is_granted
+        more = more if is_granted else max(0, used - attempt.charged)
+        for key, gate in gate_of.items():
+            if gate is not None and more > 0:
+                self.charge(key, gate, levels[key] + more, all_of_it[key].limit)
+        attempt.charged += more
+        attempt.at, attempt.used = self.now, used
+        assert attempt.hold.tokens == attempt.charged
+
+    def _level_of(self, bucket: QuotaBucket) -> float:
+        name = {"minute": "tokens_per_minute", "day": "tokens_per_day", "month": "tokens_per_month"}[bucket.period]
+        return self.level(bucket.key, Gate("tenant", name, bucket.limit))
 
     def _some(self, index: int) -> tuple[str, Attempt]:
         names = sorted(self.attempts)
@@ -236,21 +321,17 @@ class QuotaMachine(RuleBasedStateMachine):
         assert self.do(self.quotas._expire(SLOT, name)) == is_due
         if is_due:
             self._correct(attempt, attempt.used)
-            attempt.charged, attempt.is_leased = attempt.used, False
+            attempt.charged, attempt.at, attempt.is_leased = attempt.used, self.now, False
             self.entries.append((name, "expired", attempt.used))
 
     def _correct(self, attempt: Attempt, tokens: int) -> None:
+        """A refund goes only to the day or month that was charged."""
         delta = tokens - attempt.charged
-        for name, limit in zip(attempt.token_buckets, attempt.limits, strict=True):
-            bucket = self.buckets.get(name, Bucket(0.0, self.now, limit))
-            if delta != 0:
-                self._put(name, Bucket(bucket.level(self.now) + delta, self.now, bucket.limit))
-
-    def _put(self, name: str, bucket: Bucket) -> None:
-        if bucket.used <= 0:
-            self.buckets.pop(name, None)
-        else:
-            self.buckets[name] = bucket
+        for name, gate in attempt.charged_to.items():
+            is_over = gate.is_budget and window(gate.period, attempt.at) != window(gate.period, self.now)
+            if delta != 0 and not (delta < 0 and is_over):
+                limit = self.buckets[name].limit if name in self.buckets and gate.is_rate else gate.limit or 0
+                self.charge(name, gate, self.level(name, gate, under=False) + delta, limit)
 
     @invariant()
     def redis_is_the_model(self) -> None:
@@ -258,8 +339,11 @@ class QuotaMachine(RuleBasedStateMachine):
 
     async def _compare(self) -> None:
         for name, bucket in self.buckets.items():
-            row = await self.redis.hgetall(SLOT.bucket(*name.split(":")))
-            assert (float(row["used"]), int(row["at"]), int(row["limit"])) == (bucket.used, bucket.at, bucket.limit)
+            row = await self.redis.hgetall(name)
+            if bucket.window is None:
+                assert (float(row["used"]), int(row["at"]), int(row["limit"])) == (bucket.used, bucket.at, bucket.limit)
+            else:
+                assert (float(row["used"]), int(row["window"])) == (bucket.used, bucket.window)
         assert len(await self.redis.keys("{t:acme}:bucket:*")) == len(self.buckets)
         assert len(await self.redis.keys("{t:acme}:attempt:*")) == len(self.attempts)
         leases = {name: attempt for name, attempt in self.attempts.items() if attempt.is_leased}
@@ -268,6 +352,9 @@ class QuotaMachine(RuleBasedStateMachine):
         for key in ("k1", "k2"):
             members = set(await self.redis.zrange(SLOT.key_leases(key), 0, -1))
             assert members == {name for name, attempt in leases.items() if attempt.key == key}
+        for model in ("m1", "m2"):
+            members = set(await self.redis.zrange(SLOT.model_leases(model), 0, -1))
+            assert members == {name for name, attempt in leases.items() if attempt.model == model}
         stream = [msgspec.json.decode(row["entry"], type=UsageRecord) for _, row in await self.redis.xrange(SLOT.usage)]
         assert [(entry.attempt_id, entry.status, entry.total_tokens) for entry in stream] == self.entries
 

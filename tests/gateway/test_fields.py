@@ -1,0 +1,58 @@
+"""Every field of OpenAI's and vLLM's requests is known: used, accepted without effect, or refused; and documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as text
+from openai.types.chat import completion_create_params as chat
+from openai.types.responses import input_token_count_params as counted
+from openai.types.responses import response_create_params as responses
+from pydantic import BaseModel
+
+from gateway.response_request import CountedInput, NewResponse
+from gateway.schemas import NEUTRAL, NO_EFFECT, ChatRequest, CompletionRequest
+
+VLLM = frozenset(
+    (
+        "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids", "include_stop_str_in_output",
+        "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens",
+        "truncation_side", "prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "echo",
+        "add_generation_prompt", "continue_final_message", "add_special_tokens", "documents", "chat_template",
+        "chat_template_kwargs", "structured_outputs", "priority", "request_id", "session_id",
+        "return_tokens_as_token_ids", "return_token_ids", "cache_salt", "vllm_xargs", "kv_transfer_params",
+        "ec_transfer_params", "mm_processor_kwargs", "use_beam_search"
+    )
+)  # fmt: skip
+CASES: list[tuple[type[BaseModel], Any, frozenset[str], frozenset[str]]] = [
+    (ChatRequest, chat.CompletionCreateParamsBase, VLLM, NO_EFFECT | NEUTRAL.keys()),
+    (CompletionRequest, text.CompletionCreateParamsBase, VLLM, NO_EFFECT | NEUTRAL.keys()),
+    (NewResponse, responses.ResponseCreateParamsBase, frozenset(), frozenset()),
+    (CountedInput, counted.InputTokenCountParams, frozenset(), frozenset()),
+]
+ONLY_CHATS = {"continue_final_message", "add_generation_prompt", "chat_template_kwargs"}
+
+
+@pytest.mark.parametrize(("ours", "openai", "extra", "others"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_no_field_is_unknown(ours: type[BaseModel], openai: Any, extra: frozenset[str], others: frozenset[str]) -> None:
+    """The client's own list of fields, and vLLM's: none of them is answered as if it had been mistyped."""
+    theirs = set(openai.__annotations__) | extra | {"stream"}
+    if ours is CompletionRequest:
+        theirs -= ONLY_CHATS
+
+    assert theirs - set(ours.model_fields) - others == set()
+    assert not set(ours.model_fields) & others
+
+
+def test_every_field_is_documented() -> None:
+    """docs/api.md names each field that these bodies know."""
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    named = set(re.findall(r"`([a-z_.]+)`", page)) | {
+        name.partition(".")[0] for name in re.findall(r"`([\w.]+)`", page)
+    }
+
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *NewResponse.model_fields, *NO_EFFECT}
+    assert {*known, *NEUTRAL, *CountedInput.model_fields} - named == set()
