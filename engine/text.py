@@ -239,6 +239,8 @@ class TextStream:
         self._incomplete = 0
 
     def _search(self, text: str, end: int) -> str | None:
+        if not self._matchers:
+            return None
         for position, char in enumerate(text, start=end - len(text) + 1):
             found = [matcher.stop for matcher in self._matchers if matcher.advance(char)]
             if found:

@@ -1,6 +1,6 @@
 """create_app(settings): the gateway of one worker. The lifespan builds State and yields it; nothing happens at import.
 
-Context (ids, times, faults) → Authenticate → StrictBodies → routes
+Context (ids, times, faults) → Authenticate → StrictBodies → Direct → routes
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
 from gateway.conversations import ConversationStore
+from gateway.direct import Direct
 from gateway.errors import from_details, to_api_error
 from gateway.inference import Inference
 from gateway.metrics import Metrics
@@ -61,15 +62,20 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         version=version("chorus-serve"),
         lifespan=lambda _: _lifespan(settings, engine),
         redirect_slashes=False,
-        middleware=[Middleware(Context), Middleware(Authenticate), Middleware(StrictBodies)],
+        middleware=[
+            Middleware(Context),
+            Middleware(Authenticate),
+            Middleware(StrictBodies),
+            Middleware(Direct, routes=[*openai.router.routes, *responses.router.routes]),
+        ],
         exception_handlers={HTTPException: _answer_error, RequestValidationError: _answer_invalid},
     )
-    for router in _ROUTERS:
+    for router in ROUTERS:
         app.include_router(router)
     return app
 
 
-_ROUTERS = (
+ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
     plans.router, usage.router, *adapters.routers,
 )  # fmt: skip

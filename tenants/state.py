@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import fakeredis
+import hiredis
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -127,6 +128,14 @@ class Script:
             return await redis.eval(self.text, len(keys), *keys, *args)
 
 
+class _Packed:
+    """Commands are packed by hiredis: its parser's other half, ten times faster than the driver's."""
+
+    def pack_command(self, *args: Argument) -> list[bytes]:
+        name = str(args[0]).split()  # the driver writes some commands in two words
+        return [hiredis.pack_command((*name, *args[1:]))]  # type: ignore[arg-type]  # its stub means one argument
+
+
 def connect(url: str, max_connections: int = 32) -> Client:
     """A client for redis://, rediss://, unix:// or memory://. Connects at its first command."""
     if url.startswith(MEMORY_URL):
@@ -143,6 +152,8 @@ def connect(url: str, max_connections: int = 32) -> Client:
         "decode_responses": True, "socket_timeout": None, "socket_connect_timeout": None, "retry": retry,
         "redis_connect_func": greet,
     }  # fmt: skip
+    kind = options.pop("connection_class", Connection)
+    options["connection_class"] = type("PackedConnection", (_Packed, kind), {})
     client = Client(connection_pool=ConnectionPool(max_connections=max_connections, **options))
     client.turns = Turns(max_connections, ANSWER_S)
     client.auto_close_connection_pool = True
