@@ -26,7 +26,7 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, keys, plans, tenants, usage
+from gateway.admin import adapters, engine, keys, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
@@ -77,7 +77,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 
 ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
-    plans.router, usage.router, *adapters.routers,
+    plans.router, usage.router, engine.router, *adapters.routers,
 )  # fmt: skip
 
 
