@@ -103,7 +103,14 @@ async def serve(model: Path, data_dir: Path, database_url: str, redis_url: str, 
     async with AsyncExitStack() as stack:
         live = Live(chosen, Tokenizer(model), stack)
         server = uvicorn.Server(
-            uvicorn.Config(create_app(chosen, live.engine), port=0, log_level="warning", ws="none", lifespan="on")
+            uvicorn.Config(
+                create_app(chosen, live.engine),
+                port=0,
+                log_level="warning",
+                ws="none",
+                lifespan="on",
+                proxy_headers=False,
+            )
         )
         task = asyncio.create_task(server.serve())
         while not server.started:
