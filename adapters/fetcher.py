@@ -8,6 +8,7 @@ import heapq
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol
@@ -45,11 +46,12 @@ class Fetcher:
 
     def __init__(self, fetch: Callable[[AdapterRef], HostAdapter], num_threads: int) -> None:
         self.num_loading = 0  # submitted and not yet returned by poll
+        self.busy_s = 0.0
         self._num_free = num_threads
         self._num_threads = num_threads
         self._fetch = fetch
         self._todo: queue.SimpleQueue[AdapterRef | None] = queue.SimpleQueue()
-        self._done: deque[tuple[AdapterRef, Outcome]] = deque()
+        self._done: deque[tuple[AdapterRef, Outcome, float]] = deque()
         self._arrived = threading.Event()
         self._attempts: dict[str, int] = {}
         self._retries: list[tuple[float, str, AdapterRef]] = []
@@ -82,7 +84,8 @@ class Fetcher:
             self._put(heapq.heappop(self._retries)[2])
         ended = []
         while self._done:
-            ref, outcome = self._done.popleft()
+            ref, outcome, seconds = self._done.popleft()
+            self.busy_s += seconds
             self._num_free += 1
             if isinstance(outcome, OSError) and self._try_again(ref, now):
                 continue
@@ -123,6 +126,7 @@ class Fetcher:
             self._load(ref)
 
     def _load(self, ref: AdapterRef) -> None:
+        start = time.perf_counter()
         try:
             outcome: Outcome = self._fetch(ref)
         except AdapterError as error:
@@ -133,5 +137,5 @@ class Fetcher:
         except Exception as error:
             log.exception("loading adapter %s failed", ref.digest)
             outcome = error
-        self._done.append((ref, outcome))
+        self._done.append((ref, outcome, time.perf_counter() - start))
         self._arrived.set()

@@ -8,6 +8,7 @@ One thread, the engine's step loop, calls everything; what the fetch threads hav
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class ResidencyCache:
         self.used_bytes = 0
         self.num_loads = 0
         self.num_evictions = 0
+        self.place_s = 0.0
         self._staging_bytes = budget_bytes // 4 if staging_bytes is None else staging_bytes
         self._staged_bytes = 0
         self._idle_bytes = 0
@@ -101,6 +103,16 @@ class ResidencyCache:
     @property
     def is_loading(self) -> bool:
         return self._fetcher.num_loading > 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of adapters that load, or lie ready, on the host."""
+        return self._staged_bytes
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that reading and packing has taken, of all threads together."""
+        return self._fetcher.busy_s
 
     @property
     def shortage(self) -> tuple[int, int] | None:
@@ -319,7 +331,9 @@ class ResidencyCache:
     def _place(self, entry: _Entry) -> None:
         """From host to resident; idle unless somebody waits for it."""
         digest = entry.ref.digest
+        start = time.perf_counter()
         self._bank.place(digest, entry.host)
+        self.place_s += time.perf_counter() - start
         entry.state, entry.host = State.RESIDENT, None
         self._staged_bytes -= entry.size
         self.used_bytes += entry.size

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from adapters.residency import ResidencyCache
 from adapters.spec import AdapterError, AdapterRef
 from engine.block_pool import BlockPool
-from engine.protocol import Accepted, AdapterState, Chunk, Failed, Generate, Stats
+from engine.census import take_census
+from engine.protocol import Accepted, Chunk, Failed, Generate, Stats
 from engine.scheduler import Scheduler
 from engine.step import Runner
 
@@ -45,6 +46,7 @@ class EngineCore:
         """Takes a request in. Raises Refused when it can't run or no more may wait."""
         tier = "" if request.adapter is None else self._residency.tier(request.adapter.digest)
         self._scheduler.add(request, self._clock())
+        self._scheduler.num_arrivals[tier or "base"] += 1
         self.can_run = True
         return Accepted(request.id, tier)
 
@@ -78,26 +80,7 @@ class EngineCore:
             self._residency.wait(timeout_s)
 
     def stats(self, boot_id: str) -> Stats:
-        scheduler, residency, pool = self._scheduler, self._residency, self._pool
-        return Stats(
-            boot_id=boot_id,
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            waiting_adapter=sum(1 for _ in scheduler.admission.demands.parked()),
-            blocks_total=pool.num_blocks,
-            blocks_used=pool.num_used,
-            blocks_cached=pool.num_cached,
-            preemptions_total=scheduler.num_preemptions,
-            steps_total=self.num_steps,
-            prompt_tokens_total=scheduler.num_prompt_tokens,
-            cached_tokens_total=scheduler.admission.num_cached_tokens,
-            generated_tokens_total=scheduler.progress.num_generated_tokens,
-            adapter_bytes_total=residency.budget_bytes,
-            adapter_bytes_used=residency.used_bytes,
-            adapter_loads_total=residency.num_loads,
-            adapter_evictions_total=residency.num_evictions,
-            adapters=[AdapterState(*state) for state in residency.states(self._clock())],
-        )
+        return take_census(boot_id, self._clock(), self.num_steps, self._scheduler, self._residency, self._pool)
 
     def close(self) -> None:
         """Lets the fetch threads end."""

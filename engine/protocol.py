@@ -166,8 +166,36 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     num_pins: int
 
 
+class ClassState(msgspec.Struct, frozen=True, array_like=True):
+    """The sequences of one class: running, paused for want of a row alone, and waiting, by what they wait for."""
+
+    priority: int
+    running: int
+    paused: int
+    waiting_row: int
+    waiting_blocks: int
+    waiting_adapter: int
+
+
+class LaneState(msgspec.Struct, frozen=True, array_like=True):
+    """How one lane is served in one class: `service` is what was charged for it, `counter` its place in the order."""
+
+    lane: str
+    priority: int
+    running: int
+    waiting: int
+    service: float
+    counter: float
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """Gauges and ever-growing counters (`_total`) of the engine, sent every second."""
+    """Gauges and ever-growing counters (`_total`) of the engine, sent every second.
+
+    lanes        those that had most service, 64 at most
+    preemptions  by kind: "pause" gave up a row, "blocks" and "adapter" all, for want of that
+    failures     requests refused or failed, by FailureCode
+    arrivals     requests by where their adapter lay: "resident", "host", "disk", "base"
+    """
 
     boot_id: str
     running: int
@@ -183,9 +211,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     generated_tokens_total: int
     adapter_bytes_total: int
     adapter_bytes_used: int
+    adapter_bytes_host: int
     adapter_loads_total: int
     adapter_evictions_total: int
+    adapter_read_seconds_total: float
+    adapter_place_seconds_total: float
     adapters: list[AdapterState]
+    classes: list[ClassState] = []
+    lanes: list[LaneState] = []
+    preemptions: dict[str, int] = {}
+    failures: dict[str, int] = {}
+    arrivals: dict[str, int] = {}
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

@@ -8,12 +8,15 @@ produced never change.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from adapters.residency import ResidencyCache
 from adapters.spec import AdapterError, AdapterMissing
 from engine.admission import Admission
 from engine.ageing import Ageing
 from engine.block_pool import BlockPool
 from engine.intake import Intake, SchedulerConfig
+from engine.lane import Lane
 from engine.lanes import LaneFull, Lanes
 from engine.progress import Progress
 from engine.protocol import Chunk, Failed, FailureCode, Generate, Refused
@@ -23,7 +26,6 @@ from engine.step import Draft, Sampled, Step
 from engine.timers import Timers
 
 RETRY_AFTER_S = 1.0
-WAITS = (Phase.WAITING, Phase.PAUSED)
 
 
 class Scheduler:
@@ -38,7 +40,9 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._residency = residency
-        self._lanes = lanes
+        self.lanes = lanes
+        self.num_failures: Counter[str] = Counter()
+        self.num_arrivals: Counter[str] = Counter()
         self._intake = Intake(config, pool.num_blocks, pool.block_size)
         self._ageing = Ageing(lanes, self.requests, config.ageing_s)
         self._deadlines: Timers[Request] = Timers()
@@ -53,12 +57,6 @@ class Scheduler:
         return self.holding.rows
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that wait: for their turn, for blocks, for a row or for their adapter."""
-        begun = sum(one.has_run and one.phase in WAITS for r in self.requests.values() for one in r.sequences)
-        return self._lanes.num_waiting + begun
-
-    @property
     def num_preemptions(self) -> int:
         """Times that blocks were given up."""
         return sum(self.holding.num_recomputes.values())
@@ -67,21 +65,11 @@ class Scheduler:
 
     def add(self, message: Generate, now: float) -> None:
         """Takes the request in, or raises Refused."""
-        if message.id in self.requests:
-            raise Refused("invalid_request", f"a request {message.id} is under way", param="id")
-        self._intake.check(message)
-        if message.adapter is not None:
-            try:
-                self._residency.check(message.adapter, now)
-            except AdapterError as error:
-                code, text, retry_after_s = _adapter_failure(error)
-                raise Refused(code, text, retry_after_s) from None
-        if self._lanes.num_waiting >= self._config.max_waiting:
-            raise Refused("queue_full", f"{self._lanes.num_waiting} requests wait already", RETRY_AFTER_S)
         try:
-            lane = self._lanes.enter(message.lane, message.priority, message.weight)
-        except LaneFull:
-            raise Refused("lane_full", "too many requests of yours wait already", RETRY_AFTER_S) from None
+            lane = self._admit(message, now)
+        except Refused as refused:
+            self.num_failures[refused.code] += 1
+            raise
         request = self.requests[message.id] = self._intake.request(message, lane, now)
         if request.deadline is not None:
             self._deadlines.set(request.deadline, request)
@@ -151,6 +139,24 @@ class Scheduler:
 
     # ---- inside
 
+    def _admit(self, message: Generate, now: float) -> Lane:
+        """Where it may wait; or raises Refused."""
+        if message.id in self.requests:
+            raise Refused("invalid_request", f"a request {message.id} is under way", param="id")
+        self._intake.check(message)
+        if message.adapter is not None:
+            try:
+                self._residency.check(message.adapter, now)
+            except AdapterError as error:
+                code, text, retry_after_s = _adapter_failure(error)
+                raise Refused(code, text, retry_after_s) from None
+        if self.lanes.num_waiting >= self._config.max_waiting:
+            raise Refused("queue_full", f"{self.lanes.num_waiting} requests wait already", RETRY_AFTER_S)
+        try:
+            return self.lanes.enter(message.lane, message.priority, message.weight)
+        except LaneFull:
+            raise Refused("lane_full", "too many requests of yours wait already", RETRY_AFTER_S) from None
+
     def _start(self, request: Request, now: float) -> None:
         message = request.message
         self.progress.tell_done(request)
@@ -160,7 +166,7 @@ class Scheduler:
             return
         if message.adapter is not None and self._residency.prefetch(message.adapter, now):
             mib = message.adapter.size_bytes / (1 << 20)
-            self._lanes.charge(request.lane, mib * self._config.adapter_cost_per_mib, 0)
+            self.lanes.charge(request.lane, mib * self._config.adapter_cost_per_mib, 0)
         self.admission.push(request.leader)
         self._ageing.watch(request.lane, now)
 
@@ -193,6 +199,7 @@ class Scheduler:
             self._end(request)
 
     def _fail(self, request: Request, code: FailureCode, text: str, retry_after_s: float | None = None) -> None:
+        self.num_failures[code] += 1
         self.progress.tell_failed(request, code, text, retry_after_s)
         self._end(request)
 
@@ -207,10 +214,10 @@ class Scheduler:
         for sequence in request.sequences:
             self._stop(sequence)
         if request.num_cached is None:
-            self._lanes.leave(request.home)
+            self.lanes.leave(request.home)
         elif request.message.adapter is not None:
             self._residency.drop(request.message.adapter.digest)
-        self._lanes.close(request)
+        self.lanes.close(request)
         del self.requests[request.message.id]
 
     def _stop(self, sequence: Sequence) -> None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from engine.protocol import Stats
+from gateway import engine_metrics
 from gateway.replicas import ReplicaSet
 from tenants.db import StateUnavailable
 from tenants.state import Client
@@ -139,21 +138,7 @@ class _Collector:
                 else _counter(name, family, self._parts[name])
             )
         yield GaugeMetricFamily("chorus_redis_up", "1 if Redis answers", value=float(self._is_up))
-        up = GaugeMetricFamily("chorus_engine_up", "1 if the engine answers", labels=["replica"])
-        for index, engine in enumerate(self._replicas.engines):
-            up.add_metric([str(index)], float(engine.ready is not None))
-        yield up
-        for name in Stats.__struct_fields__:
-            if name not in ("boot_id", "adapters"):
-                yield self._of_engines(name)
-
-    def _of_engines(self, name: str) -> Metric:
-        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = kind(f"chorus_engine_{name}", name.replace("_", " "), labels=["replica"])
-        for index, engine in enumerate(self._replicas.engines):
-            if engine.ready is not None and engine.stats is not None:
-                family.add_metric([str(index)], float(msgspec.structs.asdict(engine.stats)[name]))
-        return family
+        yield from engine_metrics.collect(self._replicas)
 
 
 def _counter(name: str, family: Family, values: dict[tuple[str, ...], dict[str, float]]) -> Metric:

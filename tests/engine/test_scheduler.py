@@ -540,6 +540,7 @@ def test_stats_and_idling() -> None:
     assert stats.adapter_bytes_used == ADAPTER_BYTES
     assert [(one.digest, one.state, one.num_pins) for one in stats.adapters] == [(adapter(1).digest, "resident", 0)]
     assert stats.steps_total == rig.runner.steps
+    assert stats.arrivals == {"disk": 1, "resident": 1, "base": 1}
 
     rig.fetcher.is_stuck = True
     rig.core.add(rig_request("4", adapter(2)))

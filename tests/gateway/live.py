@@ -111,6 +111,7 @@ async def serve(model: Path, data_dir: Path, database_url: str, redis_url: str, 
                 log_level="error",
                 ws="none",
                 lifespan="on",
+                proxy_headers=False,
             )
         )
         task = asyncio.create_task(server.serve())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.protocol import AdapterState, ClassState, LaneState, Stats
+from gateway.engine_metrics import STRUCTURED, collect
 from gateway.metrics import KEY, Metrics
 from gateway.replicas import ReplicaSet
 from tenants.state import Client, RedisUnavailable, connect
@@ -100,3 +103,54 @@ async def test_engines_that_are_away(redis: Client) -> None:
 
     assert value(text, 'chorus_engine_up{replica="0"}') == 0
     assert b"chorus_engine_running{" not in text
+
+
+async def test_the_engine_tells_who_waits_for_what(live: Live) -> None:
+    """Running, paused and waiting by class and cause, blocks, preemptions by kind, failures by code, arrivals by tier
+    are in /metrics; lanes are in GET /admin/v1/engine only, which needs the admin key."""
+    numbers = dict.fromkeys((name for name in Stats.__struct_fields__ if name not in STRUCTURED), 7)
+    live.engine.stats = Stats(
+        **numbers | {"boot_id": "boot", "blocks_total": 20},  # type: ignore[arg-type]
+        adapters=[AdapterState("0" * 64, "resident", 100, 2)],
+        classes=[ClassState(0, 1, 0, 0, 0, 0), ClassState(1, 2, 3, 4, 0, 5), ClassState(2, 0, 0, 6, 0, 0)],
+        lanes=[LaneState("acme", 1, 2, 9, 700.0, 350.0)],
+        preemptions={"pause": 1, "blocks": 2, "adapter": 3},
+        failures={"deadline": 4},
+        arrivals={"resident": 5, "disk": 6},
+    )
+    admin = await live.http(ADMIN_KEY)
+
+    text = (await admin.get("/metrics")).content
+    for sample, expected in {
+        'chorus_engine_sequences{class="standard",replica="0",state="paused"}': 3,
+        'chorus_engine_waiting_for{cause="adapter",class="standard",replica="0"}': 5,
+        'chorus_engine_waiting_for{cause="row",class="batch",replica="0"}': 6,
+        'chorus_engine_blocks{replica="0",state="free",tier="device"}': 6,
+        'chorus_engine_preemptions_by_kind_total{kind="pause",replica="0"}': 1,
+        'chorus_engine_failures_total{code="deadline",replica="0"}': 4,
+        'chorus_engine_requests_total{replica="0",tier="disk"}': 6,
+        'chorus_engine_adapters{replica="0",state="resident"}': 1,
+        'chorus_engine_adapter_read_seconds_total{replica="0"}': 7,
+    }.items():
+        assert value(text, sample) == expected
+    assert b"acme" not in text
+
+    engine = (await admin.get("/admin/v1/engine")).json()["data"][0]
+    assert engine["lanes"] == [
+        {"lane": "acme", "priority": "standard", "running": 2, "waiting": 9, "service": 700.0, "counter": 350.0}
+    ]
+    assert engine["classes"][1]["waiting_adapter"] == 5
+    assert engine["config"]["max_num_seqs"] == live.engine.ready.max_num_seqs  # type: ignore[union-attr]
+    client = await live.http(await live.key("curious"))
+    assert (await client.get("/admin/v1/engine")).status_code == 403
+
+
+def test_the_contract_of_names() -> None:
+    """docs/operating.md names every metric of an engine, and no other."""
+    described = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().split("### Metrics of the engine")[1]
+    rows = [line.split("|")[1] for line in described.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)} | {"up"}
+    engine = FakeEngine(lambda _: [])
+    found = {metric.name.removeprefix("chorus_engine_") for metric in collect(ReplicaSet([engine]))}
+
+    assert {name.removesuffix("_total") for name in named} == {name.removesuffix("_total") for name in found}
