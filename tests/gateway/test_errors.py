@@ -370,6 +370,6 @@ async def test_much_of_nothing(server: Live, what: str) -> None:
         longest = max(longest, time.monotonic() - started)
 
     answer = await task
-    assert answer.status_code == 400, answer.text
+    assert answer.status_code in (400, 413), answer.text
     error_of(answer)
-    assert longest < 2.0, "the event loop stood still"
+    assert longest < 1.0, "the event loop stood still"
