@@ -36,6 +36,7 @@ from gateway.errors import from_details, to_api_error
 from gateway.inference import Inference
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
+from gateway.openapi import Gateway
 from gateway.prompts import PromptEncoder
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
@@ -60,7 +61,7 @@ COLLECT_EVERY_S = 600.0
 
 def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     """The application. `engine` stands in for the engines of settings.engine_endpoints (tests, embedding)."""
-    app = FastAPI(
+    app = Gateway(
         title="Chorus",
         version=version("chorus-serve"),
         lifespan=lambda _: _lifespan(settings, engine),
