@@ -26,7 +26,7 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, engine, keys, plans, tenants, usage
+from gateway.admin import adapters, engine, keys, pins, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
@@ -36,6 +36,7 @@ from gateway.errors import from_details, to_api_error
 from gateway.inference import Inference
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
+from gateway.pins import Pins
 from gateway.prompts import PromptEncoder
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
@@ -78,6 +79,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
     plans.router, usage.router, engine.router, *adapters.routers,
+    *pins.routers,
 )  # fmt: skip
 
 
@@ -128,7 +130,7 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
         registry=registry, store=store,
         shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
         conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
-        uploads=UploadGate(),
+        uploads=UploadGate(), pins=await stack.enter_async_context(Pins(redis, registry, replicas)),
     )  # fmt: skip
 
 
