@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gateway.replicas import ReplicaSet
     from gateway.settings import Settings
     from gateway.upload import UploadGate
+    from tenants.admin_keys import AdminKeyRing
     from tenants.db import Database
     from tenants.directory import TenantDirectory
     from tenants.keys import KeyRing
@@ -34,6 +35,7 @@ class State:
     database: Database
     redis: Client
     keys: KeyRing
+    admin_keys: AdminKeyRing
     quotas: Quotas
     ledger: UsageLedger
     directory: TenantDirectory

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import bindparam, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants.db import Database, now
-from tenants.models import UsageEntry
+from tenants.models import ApiKey, UsageEntry
 
 _LENGTHS = {"model": 256, "request_id": 512, "endpoint": 64, "user": 512}
 Status = Literal["ok", "error", "cancelled", "refused", "timeout", "expired"]
@@ -114,6 +115,7 @@ class UsageLedger:
         )  # fmt: skip
         async with self._database.begin() as session:
             await session.execute(statement, rows)
+            await _note_use(session, rows)
 
     async def get(self, attempt_id: str) -> UsageEntry | None:
         async with self._database.session() as session:
@@ -148,6 +150,18 @@ class UsageLedger:
             UsageSum(dict(zip(group_by, map(_text, row[:size]), strict=True)), *(int(value) for value in row[size:]))
             for row in rows
         ]
+
+
+async def _note_use(session: AsyncSession, rows: list[dict[str, Any]]) -> None:
+    """When each key was used last, to the minute."""
+    last: dict[str, datetime] = {}
+    for row in rows:
+        last[row["key_id"]] = max(row["created_at"], last.get(row["key_id"], row["created_at"]))
+    is_later = ApiKey.last_used_at.is_(None) | (ApiKey.last_used_at < bindparam("before"))
+    values = [{"key": key, "at": last[key], "before": last[key] - timedelta(minutes=1)} for key in sorted(last)]
+    statement = update(ApiKey.__table__).where(ApiKey.id == bindparam("key"), is_later)  # type: ignore[arg-type]
+    connection = await session.connection()
+    await connection.execute(statement.values(last_used_at=bindparam("at")), values)
 
 
 def _clean(text: str) -> str:

@@ -300,8 +300,8 @@ async def test_a_pause_that_the_engine_took_for_death(
 
 
 async def test_what_comes_while_we_send_is_read(endpoint: str, serve: Serve) -> None:
-    """A message that arrived before a send, in the same turn of a busy loop, is read: the send must not swallow the only
-    sign that it is there."""
+    """A message that arrived before a send, in the same turn of a busy loop, is read: the send must not swallow the
+    only sign that it is there."""
     serve(endpoint)
     async with connected(endpoint) as client:
         await client.wait_ready(5)

@@ -22,6 +22,7 @@ from tenants.db import Base, Database
 
 TABLES = {
     "plans",
+    "admin_keys",
     "tenants",
     "api_keys",
     "usage_entries",
