@@ -33,6 +33,7 @@ from gateway.context import Context
 from gateway.conversations import ConversationStore
 from gateway.direct import Direct
 from gateway.errors import from_details, to_api_error
+from gateway.idempotency import Idempotent
 from gateway.inference import Inference
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
@@ -71,6 +72,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
             Middleware(Context),
             Middleware(Authenticate),
             Middleware(StrictBodies),
+            Middleware(Idempotent),
             Middleware(Direct, routes=[*openai.router.routes, *responses.router.routes]),
         ],
         exception_handlers={HTTPException: _answer_error, RequestValidationError: _answer_invalid},
