@@ -16,24 +16,21 @@ from adapters.spec import AdapterInvalid, AdapterTooLarge, AdapterUnsupported, s
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_ALPHA = 1e6
+MAX_SAVED = 256
 
 T = TypeVar("T")
 
 _APPLIED = frozenset(
     ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-     "layers_to_transform", "layers_pattern", "peft_type", "base_model_name_or_path", "init_lora_weights", "bias")
+     "layers_to_transform", "layers_pattern", "peft_type", "base_model_name_or_path", "init_lora_weights", "bias",
+     "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying")
 )  # fmt: skip
 _TRAINING_ONLY = frozenset(
     ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
      "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-     "ensure_weight_tying",  "runtime_config", "ephemeral_gpu_offload")
+     "runtime_config", "ephemeral_gpu_offload")
 )  # fmt: skip
-_MUST_BE_OFF = {
-    "use_dora": ("unsupported_dora", "DoRA"),
-    "lora_bias": ("unsupported_bias", "biases of lora_B"),
-    "modules_to_save": ("unsupported_modules_to_save", "whole modules beside LoRA"),
-    "trainable_token_indices": ("unsupported_embedding", "trained token embeddings"),
-}
+BIASES = ("none", "lora_only", "all")
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Ways to initialise A and B that leave the base weights as they are; all others need a base that we don't have."""
 
@@ -51,6 +48,12 @@ class LoraConfig:
     exclude_modules: str | tuple[str, ...]
     layers: frozenset[int] | None
     layers_pattern: tuple[str, ...]
+    use_dora: bool
+    bias: str
+    lora_bias: bool
+    modules_to_save: tuple[str, ...]
+    token_ids: Mapping[str, tuple[int, ...]]
+    ties_weights: bool
     base_model: str | None
     warnings: tuple[str, ...]
 
@@ -76,17 +79,23 @@ def parse_config(data: bytes) -> LoraConfig:
         exclude_modules=raw.names("exclude_modules"),
         layers=raw.layers("layers_to_transform"),
         layers_pattern=raw.patterns("layers_pattern"),
+        use_dora=raw.boolean("use_dora"),
+        bias=raw.text("bias") or "none",
+        lora_bias=raw.boolean("lora_bias"),
+        modules_to_save=_saved(raw),
+        token_ids=_token_ids(raw),
+        ties_weights=raw.boolean("ensure_weight_tying"),
         base_model=raw.text("base_model_name_or_path"),
         warnings=_warnings(raw),
     )
 
 
-def parse_json_object(data: bytes) -> dict[str, Any]:
+def parse_json_object(data: bytes, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Strict JSON: UTF-8 without a byte order mark, no duplicate keys, only finite numbers.
 
     Raises AdapterInvalid, AdapterTooLarge.
     """
-    _check_size(data)
+    _check_size(data, max_bytes)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -112,10 +121,10 @@ def _spelled(value: dict[str, Any]) -> bytes:
     return data
 
 
-def _check_size(data: bytes) -> None:
-    if len(data) > MAX_CONFIG_BYTES:
+def _check_size(data: bytes, max_bytes: int = MAX_CONFIG_BYTES) -> None:
+    if len(data) > max_bytes:
         raise AdapterTooLarge(
-            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {MAX_CONFIG_BYTES} are allowed"
+            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {max_bytes} are allowed"
         )
 
 
@@ -171,18 +180,48 @@ def _check_kind(raw: _Fields) -> None:
             "init_lora_weights",
         )
     bias = raw.get("bias")
-    if bias is not None and not isinstance(bias, str):
-        _invalid("bias", "must be a string")
-    if bias not in (None, "none"):
-        raise AdapterUnsupported("unsupported_bias", f"bias {shown(bias)} is not supported", "bias")
+    if bias is not None and bias not in BIASES:
+        _invalid("bias", f"must be one of {', '.join(BIASES)}")
 
 
 def _check_switches(raw: _Fields) -> None:
+    if raw.get("lora_bias") and (raw.get("use_dora") or raw.get("bias") not in (None, "none")):
+        raise AdapterUnsupported(
+            "unsupported_option", "lora_bias beside use_dora or bias is not supported, nor does PEFT allow it",
+            "lora_bias",
+        )  # fmt: skip
     for key, value in raw.items():
         if key in _APPLIED or key in _TRAINING_ONLY or not value:
             continue
-        code, what = _MUST_BE_OFF.get(key, ("unsupported_option", f"the option {shown(key)}"))
-        raise AdapterUnsupported(code, f"{what} ({shown(key)} in adapter_config.json) is not supported", key)
+        raise AdapterUnsupported(
+            "unsupported_option", f"the option {shown(key)} in adapter_config.json is not supported", key
+        )
+
+
+def _saved(raw: _Fields) -> tuple[str, ...]:
+    names = raw.patterns("modules_to_save")
+    if len(names) > MAX_SAVED:
+        _invalid("modules_to_save", f"must name at most {MAX_SAVED} modules")
+    return names
+
+
+def _token_ids(raw: _Fields) -> Mapping[str, tuple[int, ...]]:
+    """Module → ids of the tokens that have rows of their own; a plain list means those of embed_tokens."""
+    key = "trainable_token_indices"
+    value = raw.get(key)
+    if isinstance(value, list):
+        value = {"embed_tokens": value}
+    if not (value is None or isinstance(value, dict)):
+        _invalid(key, "must be a list of token ids, or an object of such lists")
+    found: dict[str, tuple[int, ...]] = {}
+    for path, ids in (value or {}).items():
+        if not isinstance(ids, list) or any(type(index) is not int or index < 0 for index in ids):
+            _invalid(key, "must hold lists of token ids")
+        name = path.rpartition(".")[2]
+        if len(set(ids)) != len(ids) or name in found:
+            _invalid(key, "names a token twice")
+        found[name] = tuple(ids)
+    return found
 
 
 def _warnings(raw: _Fields) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def _read(file: FileIO, count: int) -> bytes:
 def _check_magic(start: bytes, size: int) -> None:
     if start.startswith(_LFS):
         _bad("weights_lfs_pointer", "this is a git-lfs pointer, not the file that it points to (git lfs pull)")
-    if start.startswith(_PICKLES):
+    if start.startswith(_PICKLES) and start[8:9] != b"{":  # a header of 640 bytes begins with 80 02, too
         _bad("weights_not_safetensors", "this is a pickle or an archive, which is never opened here; use safetensors")
     if size == 0:
         _bad("weights_empty", "the file is empty")

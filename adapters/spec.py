@@ -11,13 +11,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linears of a decoder layer, in the order of an adapter's directory (its `module` index)."""
+"""Linears of a decoder layer."""
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+"""Norms of a decoder layer."""
+
+TABLES = ("embed_tokens", "lm_head")
+"""What has a row for every token of the vocabulary."""
+
+MODULES = (*LINEARS, *NORMS, "norm", *TABLES)
+"""All that an adapter may change, in the order of its directory (its `module` index). The last three are the model's
+own: they belong to no layer, and stand in one more row after those of the layers."""
+
+NO_LAYER = -1
+"""The layer of what belongs to no layer: the last row of a directory."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +46,8 @@ class BaseShape:
     """What an adapter must fit, read from the base model's config.json.
 
     linears: module name (of LINEARS) → (out_features, in_features), the same in every layer.
+    biases: linears that have a bias.  head_norm_size: of q_norm and k_norm, 0 = there are none.
+    weights_dir: where the base's own weights lie, "" = unknown: copies of them can't be compared.
     """
 
     num_layers: int
@@ -42,28 +57,65 @@ class BaseShape:
     fingerprint: str = ""
     base_name: str = ""
     tie_word_embeddings: bool = False
+    biases: tuple[str, ...] = ()
+    head_norm_size: int = 0
+    weights_dir: str = ""
+
+    def size(self, module: str) -> tuple[int, int]:
+        """(outputs, inputs) of one of MODULES; a norm is (width, 1)."""
+        if module in self.linears:
+            return self.linears[module]
+        if module in TABLES:
+            size = (self.hidden_size, self.vocab_size)
+            return size if module == "embed_tokens" else size[::-1]
+        return (self.head_norm_size if module in ("q_norm", "k_norm") else self.hidden_size), 1
+
+    def has(self, module: str) -> bool:
+        """The base has such a module, in its layers or beside them."""
+        if module in ("q_norm", "k_norm"):
+            return self.head_norm_size > 0
+        return module in self.linears if module in LINEARS else module in MODULES
 
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """One adapted linear: layer, module (of LINEARS), its true rank, its scale (alpha/r, or alpha/√r for rsLoRA),
-    and the names of its tensors in the weights file."""
+    """What an adapter does to one module, by the names of tensors in its weights file ("" = not that).
+
+    layer, module     of MODULES; NO_LAYER for the model's own
+    rank, scale       of LoRA (rank 0 = none); scale is alpha/r, or alpha/√r for rsLoRA
+    first_row         of B, magnitude and biases, where one tensor serves several modules (fused names)
+    magnitude         of DoRA
+    bias, lora_bias   replaces the base's bias; is added to B·A·x before it is scaled
+    weight            replaces the whole module (norms, embed_tokens, lm_head)
+    tokens            rows that replace those of `token_ids` (embed_tokens, lm_head)
+    """
 
     layer: int
     module: str
-    rank: int
-    scale: float
-    tensor_a: str
-    tensor_b: str
+    rank: int = 0
+    scale: float = 1.0
+    tensor_a: str = ""
+    tensor_b: str = ""
+    first_row: int = 0
+    magnitude: str = ""
+    bias: str = ""
+    lora_bias: str = ""
+    weight: str = ""
+    tokens: str = ""
+    token_ids: tuple[int, ...] = ()
+
+    def has_shift(self, shape: BaseShape) -> bool:
+        """Something is added besides B·A·x: a bias, or what the gain must not scale."""
+        return bool(self.bias or self.lora_bias or (self.magnitude and self.module in shape.biases))
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """A validated adapter: every tensor of its file belongs to exactly one of `modules`."""
+    """A validated adapter: every tensor of its file belongs to `modules`, or is a copy of the base's own weights."""
 
     modules: tuple[ModuleSpec, ...]
     rank: int  # the largest of the modules
-    target_modules: tuple[str, ...]  # of LINEARS, in that order
+    target_modules: tuple[str, ...]  # of MODULES, in that order
     num_tensors: int
     packed_bytes: int  # in the engine, at 2 bytes per element
     base_model: str | None = None
@@ -78,12 +130,26 @@ def aligned(num_elements: int) -> int:
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
-def packed_elements(modules: Iterable[ModuleSpec], shape: BaseShape) -> int:
-    """Elements of the packed buffer: A [r, in] and B [r, out] of every module, each aligned."""
-    return sum(
-        aligned(module.rank * shape.linears[module.module][1]) + aligned(module.rank * shape.linears[module.module][0])
-        for module in modules
-    )
+def extents(module: ModuleSpec, shape: BaseShape, itemsize: int) -> Iterator[tuple[str, int]]:
+    """What is stored of a module, in order: (part, elements of `itemsize` bytes). Vectors are fp32, ids int64."""
+    outputs, inputs = shape.size(module.module)
+    if module.rank:
+        yield "a", module.rank * inputs
+        yield "b", module.rank * outputs
+    if module.weight:
+        yield "weight", outputs * (4 // itemsize) if inputs == 1 else outputs * inputs
+    if module.tokens:
+        yield "tokens", len(module.token_ids) * shape.hidden_size
+        yield "token_ids", len(module.token_ids) * (8 // itemsize)
+    if module.magnitude:
+        yield "gain", outputs * (4 // itemsize)
+    if module.has_shift(shape):
+        yield "shift", outputs * (4 // itemsize)
+
+
+def packed_elements(modules: Iterable[ModuleSpec], shape: BaseShape, itemsize: int = 2) -> int:
+    """Elements of the packed buffer, each part aligned."""
+    return sum(aligned(count) for module in modules for _, count in extents(module, shape, itemsize))
 
 
 def shown(text: str, limit: int = 160) -> str:

@@ -1,6 +1,6 @@
 """Is it sound: does the config agree with the tensors, do these fit the base, are the values finite. numpy, no torch.
 
-    inspect(directory, …)                 config and header only: milliseconds; what the loader asks too
+    inspect(directory, …), describe(…)    config and header only: milliseconds; what the loader asks too
     validate(directory, …)                that, and a look at every value
     validate_in_subprocess(directory, …)  the same in a child with bounded memory and time (adapters/sandbox.py)
 
@@ -11,17 +11,22 @@ than ours in base_model_name_or_path is a warning, because the same model goes b
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
+from adapters.agreement import Agreement
+from adapters.base_copies import check_copies
 from adapters.config import MAX_CONFIG_BYTES, LoraConfig, parse_config
 from adapters.header import Tensor, open_regular, read_header
+from adapters.names import FUSED, Found, collect
 from adapters.spec import (
-    LINEARS,
+    MODULES,
+    NO_LAYER,
+    TABLES,
     AdapterInvalid,
     AdapterSpec,
     AdapterTooLarge,
@@ -34,19 +39,6 @@ from adapters.spec import (
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
 from adapters.targets import Targets
 from adapters.values import check_values
-
-_KEY = re.compile(
-    r"(?P<prefix>(?:(?:base_model|model|language_model|module|_orig_mod)\.)*)layers\.(?P<layer>\d{1,5})\."
-    r"(?:self_attn\.(?P<attn>[qkvo]_proj)|mlp\.(?P<mlp>(?:gate|up|down)_proj))\.lora_(?P<side>[AB])(?:\.default)?\.weight"
-)
-_REASONS: tuple[tuple[str, str, str], ...] = (
-    (r"lora_magnitude_vector", "unsupported_dora", "DoRA is not supported"),
-    (r"lora_embedding_|embed_tokens|lm_head", "unsupported_embedding", "embeddings and lm_head can't be adapted"),
-    (r"\.bias$", "unsupported_bias", "biases are not supported"),
-    (r"(qkv|gate_up|[wW]qkv|query_key_value)(_proj)?\.", "unsupported_fused", "fused linears are not supported"),
-    (r"modules_to_save|base_layer|norm\.weight$", "unsupported_modules_to_save", "whole modules are not supported"),
-)
-"""What a tensor that isn't plain LoRA tells us: pattern, code, message."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +55,33 @@ class Limits:
 
 @dataclass(frozen=True)
 class Inspected:
-    """A spec, and where its tensors lie in the weights file."""
+    """A spec, where its tensors lie in the weights file, and which of them should equal the base's own: (the copy,
+    the module)."""
 
     spec: AdapterSpec
     tensors: dict[str, Tensor]
+    copies: tuple[tuple[Tensor, str], ...] = ()
 
 
 def validate(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
     """The whole check, in this process. Raises AdapterError; returns what the adapter is."""
     with open_regular(directory / WEIGHTS_FILE) as file:
         found = inspect(directory, file, shape, limits)
-        check_values(file, found.tensors, {module.tensor_b: module.scale for module in found.spec.modules})
+        check_content(file, found, shape)
     return found.spec
+
+
+def check_content(file: FileIO, found: Inspected, shape: BaseShape) -> None:
+    """A look at every value. Raises AdapterInvalid, AdapterUnsupported."""
+    scales = {name: module.scale for module in found.spec.modules for name in (module.tensor_b, module.lora_bias)}
+    check_values(file, found.tensors, scales)
+    check_copies(file, found.copies, shape)
+
+
+def describe(directory: Path, shape: BaseShape) -> AdapterSpec:
+    """What stored files say they are, by config and header: only for what has been validated before."""
+    with open_regular(directory / WEIGHTS_FILE) as file:
+        return inspect(directory, file, shape, Limits(max_rank=sys.maxsize, max_bytes=sys.maxsize)).spec
 
 
 async def validate_in_subprocess(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
@@ -93,154 +100,139 @@ def inspect(directory: Path, weights: FileIO, shape: BaseShape, limits: Limits) 
         raise AdapterTooLarge(
             "weights_too_large", f"the weights have {tensors[-1].end} bytes, at most {limits.max_bytes} are allowed"
         )
-    pairs = _pair(tensors)
+    found = collect(tensors)
     targets = Targets(config)
-    _check_agreement(pairs, targets, shape)
-    modules = tuple(_module(pair, config, targets, shape, limits) for pair in pairs)
+    agreement = Agreement(config, targets, shape, found)
+    agreement.check()
+    copies = [(each.parts[kind], each.module) for each in found for kind in _copies(each, agreement)]
+    reader = _Reader(config, targets, shape, limits)
+    modules = tuple(
+        module for each in found for module in reader.read(each, is_copy=agreement.is_copy(each)) if _is_any(module)
+    )
     spec = AdapterSpec(
         modules=modules,
         rank=max(module.rank for module in modules),
-        target_modules=tuple(name for name in LINEARS if any(module.module == name for module in modules)),
+        target_modules=tuple(name for name in MODULES if any(module.module == name for module in modules)),
         num_tensors=len(tensors),
         packed_bytes=2 * packed_elements(modules, shape),
         base_model=None if config.base_model is None else shown(config.base_model),
-        warnings=config.warnings + _base_warnings(config, shape),
+        warnings=config.warnings + _base_warnings(config, shape) + _copy_warnings(copies),
     )
-    return Inspected(spec, {tensor.name: tensor for tensor in tensors})
+    return Inspected(spec, {tensor.name: tensor for tensor in tensors}, tuple(copies))
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A and B of one linear; `key` is the linear's name in the model that was trained."""
-
-    layer: int
-    module: str
-    key: str
-    a: Tensor
-    b: Tensor
+def _copies(each: Found, agreement: Agreement) -> Iterator[str]:
+    """Parts of this module that PEFT copied from the base."""
+    if "copy" in each.parts:
+        yield "copy"
+    if agreement.is_copy(each):
+        yield "weight"
 
 
-def _pair(tensors: list[Tensor]) -> list[_Pair]:
-    """Every tensor belongs to a pair, all under one prefix. In the order of (layer, module)."""
-    sides: dict[tuple[int, int], dict[str, Tensor]] = {}
-    keys: dict[tuple[int, int], str] = {}
-    prefixes: dict[str, str] = {}
-    unknown = []
-    for tensor in tensors:
-        match = _KEY.fullmatch(tensor.name)
-        if match is None:
-            unknown.append(tensor.name)
-            continue
-        prefixes.setdefault(match["prefix"], tensor.name)
-        place = (int(match["layer"]), LINEARS.index(match["attn"] or match["mlp"]))
-        pair = sides.setdefault(place, {})
-        if match["side"] in pair:
-            _invalid(
-                "tensor_duplicate", f"{shown(tensor.name)} and {shown(pair[match['side']].name)} are the same", tensor
+def _is_any(module: ModuleSpec) -> bool:
+    return bool(module.rank or module.weight or module.tokens or module.bias)
+
+
+class _Reader:
+    """From the tensors of a module to what they do, with every shape checked."""
+
+    def __init__(self, config: LoraConfig, targets: Targets, shape: BaseShape, limits: Limits) -> None:
+        self._config = config
+        self._targets = targets
+        self._shape = shape
+        self._limits = limits
+
+    def read(self, each: Found, is_copy: bool) -> Iterator[ModuleSpec]:
+        """One spec for every module of ours that this one stands for."""
+        members = FUSED.get(each.module, (each.module,))
+        sizes = [self._shape.size(member) for member in members]
+        rank = self._check(each, sum(outputs for outputs, _ in sizes), sizes[0][1])
+        scale = self._config.scale(self._targets.alpha(each.path), rank) if rank else 1.0
+        names = {kind: tensor.name for kind, tensor in each.parts.items()}
+        first_row = 0
+        for member, (outputs, _) in zip(members, sizes, strict=True):
+            yield ModuleSpec(
+                each.layer, member, rank, scale, names.get("a", ""), names.get("b", ""), first_row,
+                magnitude=names.get("magnitude", ""), bias=names.get("bias", ""),
+                lora_bias=names.get("lora_bias", ""), weight="" if is_copy else names.get("weight", ""),
+                tokens=names.get("tokens", ""), token_ids=self._config.token_ids.get(each.module, ()),
+            )  # fmt: skip
+            first_row += outputs
+        if "tokens" in names and each.module == "embed_tokens" and self._shape.tie_word_embeddings:
+            yield ModuleSpec(  # the head is the same matrix, and changes with it
+                NO_LAYER, "lm_head", tokens=names["tokens"], token_ids=self._config.token_ids["embed_tokens"]
             )
-        pair[match["side"]] = tensor
-        keys[place] = tensor.name[: tensor.name.index(".lora_")]
-    if unknown:
-        _refuse(unknown)
-    if len(prefixes) > 1:
-        first, second = list(prefixes.values())[:2]
-        raise AdapterInvalid("tensor_unknown", f"names of two kinds: {shown(first)} and {shown(second)}", second)
-    return [_whole(place, keys[place], sides[place]) for place in sorted(sides)]
 
+    def _check(self, each: Found, outputs: int, inputs: int) -> int:
+        """The rank of A and B, 0 where there are none."""
+        a = each.parts.get("a")
+        rank = a.shape[0] if a is not None and len(a.shape) == 2 else 0
+        num_tokens = len(self._config.token_ids.get(each.module, ()))
+        shape = self._shape
+        table = (shape.vocab_size, shape.hidden_size)
+        expected = {
+            "a": (rank, inputs), "b": (outputs, rank), "magnitude": (outputs,), "bias": (outputs,),
+            "lora_bias": (outputs,), "weight": table if each.module in TABLES else (outputs,), "copy": table,
+            "tokens": (num_tokens, shape.hidden_size),
+        }  # fmt: skip
+        for kind, tensor in each.parts.items():
+            self._check_tensor(each, tensor, expected[kind])
+        if any(index >= shape.vocab_size for index in self._config.token_ids.get(each.module, ())):
+            raise _vocabulary(each.parts["tokens"], shape)
+        if a is not None:
+            self._check_rank(each, a, rank)
+        return rank
 
-def _whole(place: tuple[int, int], key: str, sides: dict[str, Tensor]) -> _Pair:
-    if len(sides) < 2:
-        (side,), (tensor,) = sides.keys(), sides.values()
-        missing = "B" if side == "A" else "A"
-        _invalid("tensor_missing", f"{shown(tensor.name)} has no lora_{missing}", tensor)
-    path = key.removeprefix("base_model.").removeprefix("model.") if key.startswith("base_model.") else key
-    return _Pair(place[0], LINEARS[place[1]], path, sides["A"], sides["B"])
-
-
-def _refuse(names: list[str]) -> NoReturn:
-    for pattern, code, reason in _REASONS:
-        for name in names:
-            if re.search(pattern, name):
-                raise AdapterUnsupported(code, f"{reason}: {_listed(names)}", name)
-    raise AdapterInvalid("tensor_unknown", f"tensors that fit no linear of the base: {_listed(names)}", names[0])
-
-
-def _listed(names: Iterable[str], most: int = 5) -> str:
-    every = [shown(name) for name in names]
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
-
-
-def _invalid(code: str, message: str, tensor: Tensor) -> NoReturn:
-    raise AdapterInvalid(code, message, tensor.name)
-
-
-def _check_agreement(pairs: list[_Pair], targets: Targets, shape: BaseShape) -> None:
-    """The modules of the file are those that the config names: none more, none fewer."""
-    example = pairs[0]
-    root = example.key[: example.key.index("layers.")]
-    for pair in pairs:
-        if pair.layer >= shape.num_layers:
-            _invalid("layer_out_of_range", f"{shown(pair.a.name)}: the base has {shape.num_layers} layers", pair.a)
-        if pair.module not in shape.linears:
-            _invalid("module_unknown", f"{shown(pair.a.name)}: the base has no {pair.module}", pair.a)
-        if not targets.covers(pair.key, pair.layer):
-            _invalid("target_mismatch", f"{shown(pair.a.name)} is not among what adapter_config.json targets", pair.a)
-    for name in ("lm_head", f"{root}embed_tokens"):
-        if targets.names(name):
-            raise AdapterUnsupported("unsupported_embedding", f"{name} can't be adapted", "target_modules")
-    if targets.is_open or targets.is_all_linear:
-        return
-    present = {(pair.layer, pair.module) for pair in pairs}
-    missing = [
-        key for layer, name, key in _linears(root, shape) if (layer, name) not in present and targets.covers(key, layer)
-    ]
-    if missing:
-        raise AdapterInvalid(
-            "tensor_missing",
-            f"adapter_config.json targets {len(missing)} modules that the file lacks: {_listed(missing)}",
-            missing[0],
-        )
-
-
-def _linears(root: str, shape: BaseShape) -> Iterable[tuple[int, str, str]]:
-    for layer in range(shape.num_layers):
-        for name in shape.linears:
-            block = "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-            yield layer, name, f"{root}layers.{layer}.{block}.{name}"
-
-
-def _module(pair: _Pair, config: LoraConfig, targets: Targets, shape: BaseShape, limits: Limits) -> ModuleSpec:
-    out_features, in_features = shape.linears[pair.module]
-    for tensor in (pair.a, pair.b):
+    def _check_tensor(self, each: Found, tensor: Tensor, expected: tuple[int, ...]) -> None:
         if tensor.dtype not in ("F32", "F16", "BF16"):
             raise AdapterUnsupported(
                 "unsupported_dtype",
                 f"{shown(tensor.name)} is {tensor.dtype}; F32, F16 and BF16 are supported",
                 tensor.name,
             )
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
-            _invalid("shape_mismatch", f"{shown(tensor.name)} has shape {list(tensor.shape)}, not a matrix", tensor)
-    rank = pair.a.shape[0]
-    for tensor, expected in ((pair.a, (rank, in_features)), (pair.b, (out_features, rank))):
-        if tensor.shape != expected:
+        if len(tensor.shape) == len(expected) and 0 not in tensor.shape and tensor.shape != expected:
+            vocab = self._shape.vocab_size
+            differs = [(a, b) for a, b in zip(tensor.shape, expected, strict=True) if a != b]
+            if each.module in TABLES and len(differs) == 1 and differs[0][1] == vocab and differs[0][0] > vocab:
+                raise _vocabulary(tensor, self._shape)
+        if tensor.shape != expected or 0 in tensor.shape:
             _invalid(
                 "shape_mismatch",
                 f"{shown(tensor.name)} has shape {list(tensor.shape)}, this base needs {list(expected)}",
                 tensor,
             )
-    declared = targets.rank(pair.key)
-    if declared is not None and declared != rank:
-        _invalid(
-            "rank_mismatch",
-            f"{shown(pair.key)} has rank {rank} in its tensors, {declared} in adapter_config.json",
-            pair.a,
-        )
-    if rank > limits.max_rank:
-        raise AdapterTooLarge(
-            "rank_too_large", f"{shown(pair.key)} has rank {rank}, at most {limits.max_rank} is allowed", pair.a.name
-        )
-    scale = config.scale(targets.alpha(pair.key), rank)
-    return ModuleSpec(pair.layer, pair.module, rank, scale, pair.a.name, pair.b.name)
+
+    def _check_rank(self, each: Found, a: Tensor, rank: int) -> None:
+        declared = self._targets.rank(each.path)
+        if declared is not None and declared != rank:
+            _invalid(
+                "rank_mismatch",
+                f"{shown(each.path)} has rank {rank} in its tensors, {declared} in adapter_config.json",
+                a,
+            )
+        if rank > self._limits.max_rank:
+            limit = self._limits.max_rank
+            raise AdapterTooLarge(
+                "rank_too_large", f"{shown(each.path)} has rank {rank}, at most {limit} is allowed", a.name
+            )
+
+
+def _vocabulary(tensor: Tensor, shape: BaseShape) -> AdapterUnsupported:
+    return AdapterUnsupported(
+        "unsupported_vocabulary",
+        f"{shown(tensor.name)} has rows for new tokens: the base has {shape.vocab_size} rows, and they can't be added",
+        tensor.name,
+    )
+
+
+def _invalid(code: str, message: str, tensor: Tensor) -> NoReturn:
+    raise AdapterInvalid(code, message, tensor.name)
+
+
+def _copy_warnings(copies: list[tuple[Tensor, str]]) -> tuple[str, ...]:
+    if not copies:
+        return ()
+    return (f"{len(copies)} copies of the base's own weights are not kept: {', '.join(name for _, name in copies)}",)
 
 
 def _base_warnings(config: LoraConfig, shape: BaseShape) -> tuple[str, ...]:

@@ -49,9 +49,10 @@ UPSTREAM_ANSWER = {
 
 
 class Instant:
-    """An engine that has answered before it was asked: max_tokens tokens, one chunk each in streams of the engine."""
+    """An engine that answers at once: max_tokens tokens, one chunk each, `delay_s` apart."""
 
-    def __init__(self, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
         self.stats = None
         self.ready = Ready(
             boot_id="bench", model="bench", fingerprint="f", max_model_len=max_model_len, vocab_size=vocab_size,
@@ -60,7 +61,7 @@ class Instant:
         )  # fmt: skip
 
     async def generate(self, request: Generate) -> InstantGeneration:
-        return InstantGeneration(request)
+        return InstantGeneration(request, self._delay_s)
 
     async def warm(self, adapter: object) -> None: ...
     async def evict(self, digest: str) -> None: ...
@@ -69,7 +70,8 @@ class Instant:
 class InstantGeneration:
     """One token per chunk, and per turn of the event loop."""
 
-    def __init__(self, request: Generate) -> None:
+    def __init__(self, request: Generate, delay_s: float) -> None:
+        self._delay_s = delay_s
         self.accepted = Accepted(request.id)
         self._id = request.id
         self._left = self._count = request.params.max_tokens or 1
@@ -80,7 +82,7 @@ class InstantGeneration:
     async def __anext__(self) -> Chunk:
         if not self._left:
             raise StopAsyncIteration
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._delay_s)
         self._left -= 1
         return Chunk(self._id, 0, self._count - self._left - 1, [500], None if self._left else "length")
 
@@ -88,7 +90,7 @@ class InstantGeneration:
     async def aclose(self) -> None: ...
 
 
-def work(settings: Settings, listen_fd: int) -> None:
+def work(settings: Settings, listen_fd: int, delay_s: float) -> None:
     """One worker process, served as `chorus serve` does it."""
     from engine.model.config import ModelConfig
     from gateway.app import create_app
@@ -97,7 +99,7 @@ def work(settings: Settings, listen_fd: int) -> None:
     async def beat() -> None: ...
 
     model = ModelConfig.from_dir(settings.model_dir)
-    engine: Engine = Instant(model.vocab_size, model.max_position)  # type: ignore[assignment]
+    engine: Engine = Instant(model.vocab_size, model.max_position, delay_s)  # type: ignore[assignment]
     serve(create_app(settings, engine), settings, listen_fd, beat)
 
 
@@ -141,7 +143,8 @@ async def chorus(options: argparse.Namespace, directory: Path) -> AsyncIterator[
         stack.callback(listener.close)
         stack.enter_context(child("redis-server", "--port", "0", "--unixsocket", redis, "--dir", str(directory),
                                   "--appendonly", "yes", "--save", ""))  # fmt: skip
-        command = (sys.executable, "-m", "bench.gateway", "--work", job, "--fd", str(listener.fileno()))
+        command = (sys.executable, "-m", "bench.gateway", "--work", job, "--fd", str(listener.fileno()),
+                   "--delay", str(options.delay))  # fmt: skip
         workers = [stack.enter_context(child(*command, fds=(listener.fileno(),))) for _ in range(options.workers)]
         await answers(port, "/livez")
         yield port, await _key(port), [worker.pid for worker in workers]
@@ -267,10 +270,11 @@ def main() -> int:
     parser.add_argument("--litellm", default="")
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
     parser.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--delay", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--upstream", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(Settings.model_validate_json(options.work), options.fd)
+        work(Settings.model_validate_json(options.work), options.fd, options.delay)
         return 0
     if options.upstream:
         uvloop.run(upstream(options.upstream))

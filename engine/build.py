@@ -21,6 +21,7 @@ from engine.kv_cache import KVCache
 from engine.lanes import Lanes
 from engine.lora import LoraBank
 from engine.memory_plan import MemoryPlan, plan_memory
+from engine.model.base_weights import ModelBase
 from engine.model.config import ModelConfig
 from engine.model.weights import load_model
 from engine.ops import create_ops
@@ -44,21 +45,23 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     shape = model_config.base_shape()
     bank = LoraBank(shape, plan.adapter_bytes, ops.adapter_dtype, plan.device)
     runner = ModelRunner(model, cache, bank, Sampler(model_config.eos_token_ids), plan.device)
-    residency = ResidencyCache(bank, _fetch(config, shape, ops.adapter_dtype), plan.adapter_bytes)
+    residency = ResidencyCache(bank, _fetch(config, shape, ops.adapter_dtype, ModelBase(model)), plan.adapter_bytes)
     pool = BlockPool(plan.num_blocks, plan.block_size, config.enable_prefix_caching)
     lanes = Lanes(config.max_waiting_per_lane, slack=float(config.max_batched_tokens))
     scheduler = Scheduler(_scheduler_config(config, model_config, plan), pool, residency, lanes)
     return EngineCore(scheduler, runner, residency, pool), _ready(config, model_config, plan)
 
 
-def _fetch(config: EngineConfig, shape: BaseShape, dtype: torch.dtype) -> Callable[[AdapterRef], PackedAdapter]:
+def _fetch(
+    config: EngineConfig, shape: BaseShape, dtype: torch.dtype, base: ModelBase
+) -> Callable[[AdapterRef], PackedAdapter]:
     """Reads one adapter from the store; runs in the residency's threads."""
     store = None if config.store_dir is None else DirectoryStore(config.store_dir)
 
     def fetch(ref: AdapterRef) -> PackedAdapter:
         if store is None:
             raise AdapterMissing("adapter_missing", "this engine has no adapter store")
-        return load(store.path(ref.digest), shape, dtype, config.max_lora_rank, ref.digest)
+        return load(store.path(ref.digest), shape, dtype, config.max_lora_rank, ref.digest, base)
 
     return fetch
 

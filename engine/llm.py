@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal
 
+from adapters.shards import gather
 from adapters.spec import AdapterInvalid, AdapterRef
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, DirectoryStore
 from adapters.validation import Limits, validate
@@ -130,10 +131,10 @@ class LLM:
         """
         source, stage = Path(path).expanduser(), self._store.stage()
         try:
-            for name in (CONFIG_FILE, WEIGHTS_FILE):
-                if not (source / name).is_file():
-                    raise AdapterInvalid("file_missing", f"{source} has no {name}", name)
-                shutil.copyfile(source / name, stage / name)
+            if not (source / CONFIG_FILE).is_file():
+                raise AdapterInvalid("file_missing", f"{source} has no {CONFIG_FILE}", CONFIG_FILE)
+            shutil.copyfile(source / CONFIG_FILE, stage / CONFIG_FILE)
+            gather(source, stage / WEIGHTS_FILE)
             spec = validate(stage, self._shape, Limits(max_rank=self.config.max_lora_rank))
             return AdapterRef(self._store.commit(stage), spec.rank, spec.packed_bytes)
         finally:

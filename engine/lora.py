@@ -9,14 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from adapters.loader import FLAGS, OFFSET_A, OFFSET_B, RANK, UNIT, PackedAdapter
-from adapters.spec import LINEARS, BaseShape
-
-LoraPair = tuple[Tensor, Tensor]
-"""Aᵀ [H, R] and B [R, O] of one linear, views of the arena. Scale is folded into B."""
-
-Table = tuple[tuple[LoraPair | None, ...], ...]
-"""[layer][module] → pair, None where the adapter lacks it."""
+from adapters.loader import PackedAdapter
+from adapters.spec import BaseShape
+from engine.adapter_view import AdapterView, Extras, LoraPart, Table
 
 
 class LoraBank:
@@ -46,6 +41,7 @@ class LoraBank:
         self._free_slots: list[int] = []
         self._hosts: dict[int, PackedAdapter] = {}  # with an arena, their buffers are views of it
         self._tables: dict[int, Table] = {}
+        self._extras: dict[int, Extras] = {}
 
     @property
     def used_bytes(self) -> int:
@@ -64,14 +60,15 @@ class LoraBank:
             self._arena.view(slot).copy_(host.buffer)
             for each in {slot, *moved}:
                 self._hosts[each] = replace(self._hosts[each], buffer=self._arena.view(each))
-                self._tables[each] = self._table(self._hosts[each])
+                self._look(each)
         else:
-            self._tables[slot] = self._table(host)
+            self._look(slot)
 
     def evict(self, digest: str) -> None:
         """Frees the adapter's memory and slot."""
         slot = self._slots.pop(digest)
         del self._hosts[slot], self._tables[slot]
+        self._extras.pop(slot, None)
         if self._arena is not None:
             self._arena.free(slot)
         heapq.heappush(self._free_slots, slot)
@@ -89,25 +86,21 @@ class LoraBank:
         """The adapter in `slot` where it lies now: its addresses are good until the next place() or evict()."""
         return self._hosts[slot]
 
-    def pair(self, slot: int, layer: int, module: int) -> LoraPair | None:
-        """A and B of one linear of the adapter in `slot`, None where it lacks it."""
+    def pair(self, slot: int, layer: int, module: int) -> LoraPart | None:
+        """What the adapter in `slot` does to one linear, None where it lacks it."""
         return self._tables[slot][layer][module]
 
-    def _table(self, host: PackedAdapter) -> Table:
-        return tuple(
-            tuple(self._pair(host.buffer, fields, name) for fields, name in zip(modules, LINEARS, strict=True))
-            for modules in host.directory.tolist()
-        )
+    def extras(self, slot: int) -> Extras | None:
+        """What the adapter in `slot` changes outside the linears; of most adapters, None."""
+        return self._extras.get(slot)
 
-    def _pair(self, buffer: Tensor, fields: list[int], name: str) -> LoraPair | None:
-        assert fields[FLAGS] == 0, "an adapter with parts that this bank does not know"
-        rank = fields[RANK]
-        if rank == 0:
-            return None
-        outputs, inputs = self._shape.linears[name]
-        a_start, b_start = fields[OFFSET_A] * UNIT, fields[OFFSET_B] * UNIT
-        a = buffer[a_start : a_start + rank * inputs].view(rank, inputs)
-        return a.t(), buffer[b_start : b_start + rank * outputs].view(rank, outputs)
+    def _look(self, slot: int) -> None:
+        """Makes the views of an adapter where it lies now."""
+        view = AdapterView(self._hosts[slot], self._shape)
+        self._tables[slot] = view.table()
+        extras = view.extras()
+        if extras is not None:
+            self._extras[slot] = extras
 
 
 class Arena:

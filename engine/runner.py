@@ -48,7 +48,7 @@ class ModelRunner:
         lasts = [end - 1 for row, end in zip(rows, accumulate(batch.logit_counts), strict=True) if row.samples]
         if not lasts:
             return []
-        logits_SV = self._model.logits(hidden_TH[batch.logit_rows[lasts]])
+        logits_SV = self._model.logits(hidden_TH, batch, batch.logit_rows[lasts])
         return self._sampler.sample(logits_SV, [row.sequence for row in rows if row.samples])
 
     def _prompt_logprobs(
@@ -66,7 +66,7 @@ class ModelRunner:
                 entry
                 for first in range(0, len(wanted), LOGIT_ROWS)
                 for entry in token_logprobs(
-                    self._model.logits(hidden_TH[wanted[first : first + LOGIT_ROWS]]),
+                    self._model.logits(hidden_TH, batch, wanted[first : first + LOGIT_ROWS]),
                     targets[first : first + LOGIT_ROWS],
                     num_top,
                 )

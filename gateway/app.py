@@ -26,7 +26,7 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, engine, keys, plans, tenants, usage
+from gateway.admin import adapters, admin_keys, audit, engine, keys, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
@@ -36,14 +36,18 @@ from gateway.errors import from_details, to_api_error
 from gateway.inference import Inference
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
+from gateway.openapi import Gateway
 from gateway.prompts import PromptEncoder
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
 from gateway.state import State
 from gateway.upload import UploadGate
+from tenants.admin_keys import AdminKeyRing
+from tenants.audit import AuditLog
 from tenants.db import Database, StateUnavailable
 from tenants.directory import TenantDirectory
 from tenants.epochs import Epochs
+from tenants.key_format import Pepper
 from tenants.keys import KeyRing
 from tenants.plans import PlanBook
 from tenants.quotas import Quotas
@@ -57,7 +61,7 @@ COLLECT_EVERY_S = 600.0
 
 def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     """The application. `engine` stands in for the engines of settings.engine_endpoints (tests, embedding)."""
-    app = FastAPI(
+    app = Gateway(
         title="Chorus",
         version=version("chorus-serve"),
         lifespan=lambda _: _lifespan(settings, engine),
@@ -77,7 +81,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 
 ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
-    plans.router, usage.router, engine.router, *adapters.routers,
+    plans.router, admin_keys.router, usage.router, usage.own_router, audit.router, engine.router, *adapters.routers,
 )  # fmt: skip
 
 
@@ -115,7 +119,7 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
     store = DirectoryStore(settings.store_dir)
     await _collect_in_background(registry, store, settings, stack)
     tokenizer = Tokenizer(settings.model_dir)
-    base = Model(settings.base_name, created=int(settings.model_dir.stat().st_mtime))
+    base = Model(settings.base_name, settings.base_name, created=int(settings.model_dir.stat().st_mtime))
     inference = Inference(
         models=ModelTable(registry, base, min(settings.max_model_len or model.max_position, model.max_position)),
         replicas=replicas, quotas=quotas, metrics=metrics, encoder=PromptEncoder(tokenizer),
@@ -124,8 +128,9 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
     stack.push_async_callback(inference.close)
     return State(
         settings=settings, database=database, redis=redis, keys=KeyRing(database, redis, settings.pepper),
+        admin_keys=AdminKeyRing(database, redis, Pepper.parse(settings.pepper), settings.admin_key),
         quotas=quotas, ledger=ledger, directory=TenantDirectory(database, epochs), plans=PlanBook(database, epochs),
-        registry=registry, store=store,
+        registry=registry, store=store, audit=AuditLog(database),
         shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
         conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
         uploads=UploadGate(),

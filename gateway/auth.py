@@ -7,8 +7,6 @@ key.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
@@ -17,22 +15,35 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import ApiError, to_api_error, unauthorized
-from tenants.keys import InvalidKey, Principal
+from tenants.addresses import is_within, networks
+from tenants.admin_keys import ROLES, Administrator
+from tenants.keys import InvalidKey, MayNotAct, Principal
 
 if TYPE_CHECKING:
     from gateway.state import State
 
 PUBLIC = frozenset({"/livez", "/readyz", "/health"})
 METERED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+SAFE = frozenset({"GET", "HEAD"})
+ACT_AS = "x-chorus-tenant"
+"""A service key with scope `act_as` names here the tenant that it acts for."""
 CALLER = "chorus.caller"
 """Where the ASGI scope carries who asks."""
 
 
 @dataclass(frozen=True)
 class AdminPrincipal:
-    """The holder of the admin key; `actor` is what the audit log calls them."""
+    """The holder of an admin key; `actor` is what the audit log calls them."""
 
-    actor: str = "admin"
+    administrator: Administrator
+
+    @property
+    def actor(self) -> str:
+        return self.administrator.actor
+
+    def has_role(self, role: str) -> bool:
+        """This role, or one above it."""
+        return ROLES[self.administrator.role] >= ROLES[role]
 
 
 Caller = Principal | AdminPrincipal
@@ -64,17 +75,34 @@ class Authenticate:
 async def authenticate(state: State, request: Request) -> Caller:
     """Raises ApiError 401, or StateUnavailable when it can't be known."""
     key = bearer(request.headers.getlist("authorization"))
-    if is_admin_key(key, state.settings.admin_key):
-        return AdminPrincipal()
+    administrator = await state.admin_keys.authenticate(key)
+    if administrator is not None:
+        return AdminPrincipal(administrator)
     try:
-        principal = await state.keys.authenticate(key, check_epoch=not is_metered(request))
+        principal = await state.keys.authenticate(
+            key, check_epoch=not is_metered(request), act_as=request.headers.get(ACT_AS)
+        )
     except InvalidKey:
         shown = f"{key[:12]}…{key[-4:]}" if len(key) > 24 and key.isascii() else "…"
         raise unauthorized(f"Incorrect API key provided: {shown}", "invalid_api_key") from None
+    except MayNotAct:
+        raise forbidden(f"This key lacks the scope `act_as`, which {ACT_AS} needs.") from None
+    if principal.allowed_ips is not None and not is_within(client_address(request, state), principal.allowed_ips):
+        raise unauthorized("This key may not be used from your address.", "ip_not_authorized")
     organization = request.headers.get("openai-organization")
     if organization and organization != principal.tenant_id:
         raise unauthorized("OpenAI-Organization does not match the API key.", "mismatched_organization")
     return principal
+
+
+def client_address(request: Request, state: State) -> str:
+    """The peer; behind trusted proxies the last address that they did not add themselves."""
+    trusted = networks(state.settings.trusted_proxies)
+    hops = [hop.strip() for value in request.headers.getlist("x-forwarded-for") for hop in value.split(",")]
+    address = request.client.host if request.client else ""
+    while trusted and hops and is_within(address, trusted):
+        address = hops.pop()
+    return address
 
 
 def is_metered(request: Request) -> bool:
@@ -86,7 +114,7 @@ def is_metered(request: Request) -> bool:
 def renewal(request: Request) -> Callable[[], Awaitable[Principal]]:
     """For Inference.stream: authenticates this request's key again, past every cache."""
     state, key = state_of(request), bearer(request.headers.getlist("authorization"))
-    return lambda: state.keys.authenticate(key)
+    return lambda: state.keys.authenticate(key, act_as=request.headers.get(ACT_AS))
 
 
 def bearer(values: list[str]) -> str:
@@ -102,12 +130,6 @@ def bearer(values: list[str]) -> str:
     return key.strip()
 
 
-def is_admin_key(key: str, admin_key: str) -> bool:
-    """Compared in constant time, whatever the lengths."""
-    digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (key, admin_key)]
-    return bool(admin_key) and hmac.compare_digest(*digests)
-
-
 class Requires:
     """A FastAPI dependency: the caller, if its key may do this; `scope` shows what a route asks for."""
 
@@ -118,9 +140,12 @@ class Requires:
         caller = caller_of(request)
         if self.scope == "any":
             return caller
-        if self.scope == "admin":
+        if self.scope.startswith("admin"):
             if not isinstance(caller, AdminPrincipal):
                 raise forbidden("This needs an admin key.")
+            role = "admin" if self.scope == "admin:keys" else "viewer" if request.method in SAFE else "operator"
+            if not caller.has_role(role):
+                raise forbidden(f"This needs an admin key with the role {role}.")
             return caller
         if not isinstance(caller, Principal):
             raise forbidden("The admin key is for administration; use a tenant's key here.")
@@ -144,15 +169,16 @@ class _RequiresTenant(Requires):
 
 
 @overload
-def requires(scope: Literal["admin"]) -> _RequiresAdmin: ...
+def requires(scope: Literal["admin", "admin:keys"]) -> _RequiresAdmin: ...
 @overload
 def requires(scope: Literal["inference", "adapters:write", "tenant"]) -> _RequiresTenant: ...
 @overload
 def requires(scope: Literal["any"]) -> Requires: ...
 def requires(scope: str) -> Requires:
     """For `Depends(...)`: "inference", "adapters:write" → Principal with that scope; "tenant" → any tenant key;
-    "admin" → AdminPrincipal; "any" → whoever has a key."""
-    if scope == "admin":
+    "admin" → AdminPrincipal, who may read as viewer and change things as operator; "admin:keys" → role admin;
+    "any" → whoever has a key."""
+    if scope.startswith("admin"):
         return _RequiresAdmin(scope)
     return Requires(scope) if scope == "any" else _RequiresTenant(scope)
 

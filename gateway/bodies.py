@@ -3,6 +3,8 @@ NaN, lone surrogates or repeated keys. Multipart uploads pass: their route reads
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +13,8 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import ApiError, bad_request, too_large
+from engine.protocol import Refused
+from gateway.errors import ApiError, bad_request, to_api_error, too_large
 
 if TYPE_CHECKING:
     from gateway.state import State
@@ -19,8 +22,18 @@ if TYPE_CHECKING:
 Body = TypeVar("Body", bound=BaseModel)
 PARSED = "chorus.json"
 """Where the ASGI scope carries the parsed body."""
+ESCAPED = 6
+"""Characters of JSON for one byte of text, at most: \\u0001."""
+BODY_S = 60.0
+PARSE_SPEED = 32
+"""So much faster is reading JSON than making tokens of a text: what is large goes to the same few threads."""
 MIN_BRACKETS = 20_000
-BRACKETS_PER_TOKEN = 8
+MIN_COMMAS = 200_000
+PER_TOKEN = 8
+MAX_LIST, MAX_PAIRS = 100_000, 2000
+"""Entries of any list (or as many as the model can read), and of any object, in a field of a body."""
+MAX_FORGOTTEN, FORGET_S = 64 << 20, 5.0
+"""Bytes and time of a refused body that are still read."""
 
 
 class StrictBodies:
@@ -37,14 +50,51 @@ class StrictBodies:
             return await self._app(scope, receive, send)
         state: State = scope["state"]["chorus"]
         try:
-            raw = await read_body(request, state.settings.max_body)
+            raw = await _read_in_time(request, _limit(state))
             check_amount(raw, state.inference.models.max_model_len)
-            scope[PARSED] = parse(raw) if raw else None
-        except ApiError as error:
-            return await error.response()(scope, receive, send)
+            encoder = state.inference.encoder
+            scope[PARSED] = await encoder.offload(len(raw) // PARSE_SPEED, lambda: parse(raw)) if raw else None
+            check_sizes(scope[PARSED], state.inference.models.max_model_len)
+        except (ApiError, Refused) as error:
+            answer = to_api_error(error)
+            if answer.status == 413:
+                return await _refuse(answer, receive, send)
+            return await answer.response()(scope, receive, send)
         except ClientDisconnect:
             return None
         await self._app(scope, _replay(raw, receive), send)
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+    """The answer is out at once; what the client still sends is read and forgotten, within bounds, because a connection
+    that is closed before would be reset, and the answer lost with it."""
+    response = error.response()
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    num_left = MAX_FORGOTTEN
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FORGET_S):
+            while num_left > 0:
+                message = await receive()
+                num_left -= len(message.get("body", b""))
+                if not message.get("more_body"):
+                    break
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _limit(state: State) -> int:
+    """No body is larger than a prompt that the model can read, every byte of it escaped, and a mebibyte beside it."""
+    inference = state.inference
+    longest = ESCAPED * inference.models.max_model_len * inference.tokenizer.longest_token_bytes
+    return min(state.settings.max_body, longest + (1 << 20))
+
+
+async def _read_in_time(request: Request, limit: int) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await read_body(request, limit)
+    except TimeoutError:
+        raise ApiError(408, "The request body did not arrive in time.", code="timeout") from None
 
 
 def _is_multipart(request: Request) -> bool:
@@ -82,14 +132,27 @@ async def read_body(request: Request, limit: int) -> bytes:
 def check_amount(raw: bytes, max_model_len: int) -> None:
     """More messages than the model can read tokens, and more brackets than it could read as text, are refused before
     objects are made of them. (Inside a string the quotes of "role" would be escaped.)"""
-    if raw.count(b"[") + raw.count(b"{") > max(MIN_BRACKETS, BRACKETS_PER_TOKEN * max_model_len):
+    if raw.count(b"[") + raw.count(b"{") > max(MIN_BRACKETS, PER_TOKEN * max_model_len):
         raise bad_request("The request body holds too many lists and objects.")
+    if raw.count(b'":') > max(MIN_BRACKETS, PER_TOKEN * max_model_len):
+        raise bad_request("The request body holds too many fields.")
+    if raw.count(b",") > max(MIN_COMMAS, PER_TOKEN * max_model_len):
+        raise bad_request("The request body holds too many values.")
     count = raw.count(b'"role"')
     if count > max_model_len:
         raise bad_request(
             f"This model's maximum context length is {max_model_len} tokens; {count} messages can't fit.", "messages",
             "context_length_exceeded",
         )  # fmt: skip
+
+
+def check_sizes(value: Any, max_model_len: int) -> None:
+    """No field has a list that no model could read, nor an object that nobody would write: pydantic would look at every
+    entry of it. Raises ApiError 400."""
+    for name, field in value.items() if isinstance(value, dict) else ():
+        limit = max(MAX_LIST, max_model_len) if isinstance(field, list) else MAX_PAIRS
+        if isinstance(field, list | dict) and len(field) > limit:
+            raise bad_request(f"Invalid value for '{name[:64]}': at most {limit} entries.", name[:64])
 
 
 class _Repeated(ValueError):

@@ -70,12 +70,14 @@ def serve(app: FastAPI, settings: Settings, listen_fd: int, beat: Callable[[], A
     collector need not look at it again, which it would do every few hundred requests."""
     import uvicorn
 
+    from gateway.http_guard import GuardedProtocol
+
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE)
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=GuardedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,

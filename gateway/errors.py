@@ -27,9 +27,10 @@ from gateway.conversations import ConversationBusy, NotStored, TurnLost
 from gateway.items import ItemError
 from gateway.models import ModelNotFound
 from gateway.upload import UploadError, UploadTooLarge, UploadTooSlow
+from tenants.admin_keys import AdminKeyNotFound, LastAdminKey
 from tenants.db import StateUnavailable
 from tenants.directory import TenantExists, TenantNotFound
-from tenants.keys import InvalidKey, KeyNotFound, TenantSuspended
+from tenants.keys import InvalidKey, KeyExists, KeyNotFound, TenantSuspended
 from tenants.limits import InvalidSettings
 from tenants.plans import PlanExists, PlanInUse, PlanNotFound
 from tenants.quotas import QuotaExceeded, Stale, Window
@@ -260,6 +261,9 @@ _TABLE: list[tuple[type[BaseException], Callable[[Any], ApiError]]] = [
     (TenantSuspended, lambda _: unauthorized("This account is suspended.", "account_deactivated")),
     (TenantNotFound, lambda error: not_found(str(error), code="tenant_not_found")),
     (KeyNotFound, lambda error: not_found(str(error), code="key_not_found")),
+    (AdminKeyNotFound, lambda error: not_found(str(error), code="key_not_found")),
+    (KeyExists, lambda error: conflict(str(error), "sha256")),
+    (LastAdminKey, lambda error: conflict(str(error))),
     (PlanNotFound, lambda error: not_found(str(error), code="plan_not_found")),
     (TenantExists, lambda error: conflict(str(error), "id")),
     (PlanExists, lambda error: conflict(str(error), "id")),

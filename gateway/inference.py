@@ -73,7 +73,7 @@ class Inference:
             reserved = record.prompt_tokens + ask.params.n * sum(min(n, _estimate(ask, n)) for n in outputs)
             ceiling = record.prompt_tokens + ask.params.n * sum(outputs)
             try:
-                hold = await self._quotas.hold(principal, record, reserved, ceiling=ceiling)
+                hold = await self._quotas.hold(principal, record, reserved, ceiling=ceiling, model=model.target)
                 break
             except Stale:
                 if is_last_try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from adapters.spec import AdapterRef
@@ -31,9 +31,11 @@ class ModelNotFound(Exception):
 
 @dataclass(frozen=True)
 class Model:
-    """What a name stands for now. `adapter` None = the base model; `owner` "" = shared or base."""
+    """What a name stands for now. `adapter` None = the base model; `owner` "" = shared or base. `target` is the model's
+    own name, without a version, where `name` is how the tenant calls it."""
 
     name: str
+    target: str
     adapter: AdapterRef | None = None
     version: int | None = None
     owner: str = ""
@@ -73,19 +75,25 @@ class ModelTable:
         """Everything that the caller may call: the base model first, then adapters by name."""
         adapters = await self._registry.visible(principal.tenant_id)
         models = [_model(row.name, row) for row in adapters]
-        return [model for model in (self.base, *models) if _is_allowed(principal, model.name)]
+        found = {model.name: model for model in (self.base, *models) if _is_allowed(principal, model.name)}
+        for alias in principal.model_names:
+            model = await self._find(principal, alias)
+            if model is not None:
+                found[alias] = model
+        return list(found.values())
 
     async def _find(self, principal: Principal, name: str) -> Model | None:
-        if len(name) > MAX_NAME or not _is_allowed(principal, name):
+        own_name = principal.model_names.get(name, name)
+        if len(name) > MAX_NAME or not _is_allowed(principal, own_name):
             return None
-        if name == self.base.name:
-            return self.base
+        if own_name == self.base.name:
+            return replace(self.base, name=name)
         key = (principal.tenant_id, name)
         epoch, model = self._cache.get(key, (None, None))
         if model is not None and epoch == principal.epoch:
             self._cache.move_to_end(key)
             return model
-        row = await self._registry.resolve(principal.tenant_id, name)
+        row = await self._registry.resolve(principal.tenant_id, own_name)
         if row is None:
             self._cache.pop(key, None)
             return None
@@ -97,7 +105,7 @@ class ModelTable:
 
 
 def _model(name: str, row: Resolved) -> Model:
-    return Model(name, row.ref, row.version, row.tenant_id, row.created)
+    return Model(name, row.name, row.ref, row.version, row.tenant_id, row.created)
 
 
 def _is_allowed(principal: Principal, name: str) -> bool:

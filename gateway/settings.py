@@ -19,7 +19,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from engine.config import ConfigError, EngineConfig, parse_size
+from tenants.addresses import check_addresses
 
+MIN_ADMIN_KEY = 16
 MAX_SOCKET_PATH = 96
 """Bytes of a Unix socket's path; the kernel's limit is 107 (Linux) or 103 (macOS), and names are appended to it."""
 
@@ -86,7 +88,15 @@ class Settings(BaseModel):
     pepper: str = Field(
         "", repr=False, description="secret that API keys are hashed with; default: made at first start"
     )
+    trusted_proxies: Names = Field(
+        (), description="addresses or networks of proxies whose X-Forwarded-For tells where a client is"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning, error")
+
+    @field_validator("trusted_proxies", mode="after")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_addresses(value, "trusted_proxies") or ())
 
     @field_validator("data_dir", "run_dir", mode="after")
     @classmethod
@@ -193,9 +203,11 @@ def keep_secret(path: Path, prefix: str = "") -> tuple[str, bool]:
 
 def with_secrets(settings: Settings) -> tuple[Settings, bool]:
     """Fills admin_key and pepper from the data directory, making them at the first start. → (settings, the admin key
-    is new and should be shown)."""
+    is new and should be shown). Raises ConfigError."""
     update: dict[str, str] = {}
     is_new = False
+    if settings.admin_key and len(settings.admin_key) < MIN_ADMIN_KEY:
+        raise ConfigError(f"admin_key: it must have {MIN_ADMIN_KEY} characters or more")
     if not settings.admin_key:
         update["admin_key"], is_new = keep_secret(settings.data_dir / "admin.key", "chorus_admin_")
     if not settings.pepper:

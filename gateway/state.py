@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gateway.replicas import ReplicaSet
     from gateway.settings import Settings
     from gateway.upload import UploadGate
+    from tenants.admin_keys import AdminKeyRing
+    from tenants.audit import AuditLog
     from tenants.db import Database
     from tenants.directory import TenantDirectory
     from tenants.keys import KeyRing
@@ -33,10 +35,12 @@ class State:
     database: Database
     redis: Client
     keys: KeyRing
+    admin_keys: AdminKeyRing
     quotas: Quotas
     ledger: UsageLedger
     directory: TenantDirectory
     plans: PlanBook
+    audit: AuditLog
     registry: AdapterRegistry
     store: AdapterStore
     shape: BaseShape

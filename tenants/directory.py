@@ -25,6 +25,7 @@ from tenants.limits import (
     Limits,
     ModelLimits,
     check_model_limits,
+    check_model_names,
     check_models,
     check_name,
     model_limits_of,
@@ -53,6 +54,7 @@ class TenantSpec:
     limits: Limits = field(default_factory=Limits)
     model_limits: ModelLimits = field(default_factory=dict)
     plan: str | None = None
+    model_names: Mapping[str, str] = field(default_factory=dict)
     suspended: bool = False
 
     def __post_init__(self) -> None:
@@ -68,9 +70,10 @@ class TenantSpec:
             raise InvalidSettings("suspended must be true or false", "suspended")
         check_models(self.models)
         check_model_limits(self.model_limits)
+        check_model_names(self.model_names)
 
 
-CHANGEABLE = ("name", "weight", "priority", "models", "limits", "model_limits", "plan", "suspended")
+CHANGEABLE = ("name", "weight", "priority", "models", "limits", "model_limits", "plan", "model_names", "suspended")
 
 
 class TenantDirectory:
@@ -157,7 +160,7 @@ def _as_spec(row: Tenant) -> dict[str, Any]:
     return {
         "id": row.id, "name": row.name, "weight": row.weight, "priority": row.priority, "models": models,
         "limits": Limits.of(row.limits), "model_limits": model_limits_of(row.model_limits), "plan": row.plan,
-        "suspended": row.suspended,
+        "model_names": row.model_names, "suspended": row.suspended,
     }  # fmt: skip
 
 
@@ -169,6 +172,7 @@ def _apply(row: Tenant, spec: TenantSpec) -> None:
     row.limits = spec.limits.as_dict()
     row.model_limits = check_model_limits(spec.model_limits)
     row.plan = spec.plan
+    row.model_names = check_model_names(spec.model_names)
     row.suspended = spec.suspended
 
 

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PREFIX = "chorus_live"
+ADMIN_PREFIX = "chorus_admin"
 _BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 16, 43, 6
-_FORM = re.compile(rf"{PREFIX}_([0-9A-Za-z]{{16}})_[0-9A-Za-z]{{43}}_([0-9A-Za-z]{{6}})")
+_FORM = re.compile(r"(chorus_live|chorus_admin)_([0-9A-Za-z]{16})_[0-9A-Za-z]{43}_([0-9A-Za-z]{6})")
 
 
 def _random(length: int) -> str:
@@ -35,19 +36,27 @@ def checksum(body: str) -> str:
     return digits
 
 
-def make_key() -> tuple[str, str]:
+def make_key(prefix: str = PREFIX) -> tuple[str, str]:
     """A new (public id, key)."""
     key_id = _random(_ID_LENGTH)
-    body = f"{PREFIX}_{key_id}_{_random(_SECRET_LENGTH)}"
+    body = f"{prefix}_{key_id}_{_random(_SECRET_LENGTH)}"
     return key_id, f"{body}_{checksum(body)}"
 
 
-def public_id(key: str) -> str | None:
+def public_id(key: str, prefix: str = PREFIX) -> str | None:
     """The public id in a well-formed key; None if it can't be a key of ours."""
     match = _FORM.fullmatch(key)
-    if match is None or not hmac.compare_digest(checksum(key.rpartition("_")[0]), match[2]):
+    if match is None or match[1] != prefix or not hmac.compare_digest(checksum(key.rpartition("_")[0]), match[3]):
         return None
-    return match[1]
+    return match[2]
+
+
+def sha256_of(key: str) -> bytes:
+    """Of the bytes that were sent: HTTP headers are read as Latin-1, whatever they were written in."""
+    try:
+        return hashlib.sha256(key.encode("latin-1")).digest()
+    except UnicodeEncodeError:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,10 @@ class Pepper:
         """(version, hex digest) to store for a key with this SHA-256."""
         version = max(self.secrets)
         return version, hmac.new(self.secrets[version], sha256, hashlib.sha256).hexdigest()
+
+    def seals(self, sha256: bytes) -> list[str]:
+        """What seal() of each version would give: to find a key that has no public id."""
+        return [hmac.new(secret, sha256, hashlib.sha256).hexdigest() for secret in self.secrets.values()]
 
     def opens(self, digest: str, version: int, sha256: bytes) -> bool:
         """Is `digest` that of the key with this SHA-256? In constant time; False for a pepper that we don't have."""

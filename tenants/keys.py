@@ -1,8 +1,10 @@
-"""API keys: issue, authenticate → Principal, revoke. Knows no HTTP.
+"""API keys: issue, import, rotate, authenticate → Principal, revoke. Knows no HTTP.
 
     InvalidKey         malformed, unknown, revoked or expired: one error, so that nothing can be told apart
     TenantSuspended    the key is good, its tenant is not
+    MayNotAct          the key has no right to act for another tenant
     KeyNotFound        (administration) the tenant has no such key
+    KeyExists          (administration) this key was imported before
 
 A principal is cached by the full SHA-256 of its key and used as long as the tenant's epoch stands still, so that no
 request needs SQL and yet every change acts at the next request of every worker.
@@ -10,10 +12,9 @@ request needs SQL and yet every change acts at the next request of every worker.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import select
@@ -21,18 +22,22 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants import audit
+from tenants.addresses import check_addresses
 from tenants.audit import Act, Actor
 from tenants.db import Database, now
 from tenants.directory import TenantNotFound
 from tenants.epochs import Epochs
-from tenants.key_format import Pepper, make_key, public_id
-from tenants.limits import PRIORITIES, InvalidSettings, Limits, ModelLimits, check_models, check_name
+from tenants.key_format import Pepper, make_key, public_id, sha256_of
+from tenants.limits import NAME, InvalidSettings, Limits, check_models, check_name
 from tenants.models import ApiKey, Plan, Tenant
-from tenants.plans import effective
+from tenants.principal import Principal, of_tenant, with_key, with_key_of
 from tenants.state import Client
 
-SCOPES = frozenset({"inference", "adapters:write"})
+SCOPES = frozenset({"inference", "adapters:write", "act_as"})
 CACHE_SIZE = 10_000
+MIN_LEGACY = 8
+"""Shorter texts are no keys, whoever made them."""
+__all__ = ["IssuedKey", "KeyRing", "KeySpec", "Principal"]
 
 
 class InvalidKey(Exception):
@@ -43,37 +48,16 @@ class TenantSuspended(Exception):
     """The tenant of this key is suspended."""
 
 
+class MayNotAct(Exception):
+    """The key has no right to act for another tenant."""
+
+
 class KeyNotFound(LookupError):
-    """The tenant has no such key."""
+    """The tenant has no such key, or it has ended."""
 
 
-@dataclass(frozen=True)
-class Principal:
-    """Who asks: an authenticated key with everything a request needs, immutable, so that it can be cached.
-
-    lane_weight, priority   the tenant's share and class in the engine (0 interactive, 1 standard, 2 batch)
-    tenant_limits           those of the tenant itself, over those of its plan
-    model_limits            of the tenant for single models, by name without version
-    models                  names and globs that the tenant may call; None = all that it can see
-    key_models              the same of the key: a model must be allowed by both (limits.may_call)
-    cache_salt              opaque, per tenant: HMAC(pepper, tenant)
-    epoch                   of the tenant in Redis when this was read; quotas.hold() answers Stale if it moved
-    generation              of that Redis (a restarted one may have an older epoch again)
-    """
-
-    tenant_id: str
-    key_id: str
-    scopes: frozenset[str]
-    tenant_limits: Limits = field(default_factory=Limits)
-    key_limits: Limits = field(default_factory=Limits)
-    model_limits: ModelLimits = field(default_factory=dict)
-    models: tuple[str, ...] | None = None
-    key_models: tuple[str, ...] | None = None
-    lane_weight: float = 1.0
-    priority: int = 1
-    cache_salt: str = ""
-    epoch: int = 0
-    generation: int = 0
+class KeyExists(Exception):
+    """This key was imported before."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +69,12 @@ class KeySpec:
     limits: Limits = field(default_factory=Limits)
     models: tuple[str, ...] | None = None
     expires_at: datetime | None = None
+    allowed_ips: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
         check_models(self.models)
+        check_addresses(self.allowed_ips)
         if not self.scopes or not set(self.scopes) <= SCOPES:
             raise InvalidSettings(f"scopes must be one or more of {', '.join(sorted(SCOPES))}", "scopes")
         if self.expires_at is not None and self.expires_at.tzinfo is None:
@@ -134,20 +120,28 @@ class KeyRing:
         self._epochs = Epochs(database, redis)
         self._pepper = Pepper.parse(pepper)
         self._cache: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._tenants: OrderedDict[str, tuple[Principal, bool]] = OrderedDict()
 
-    async def authenticate(self, key: str, *, check_epoch: bool = True) -> Principal:
-        """The principal of this key, as it is now on every worker.
+    async def authenticate(self, key: str, *, check_epoch: bool = True, act_as: str | None = None) -> Principal:
+        """The principal of this key, as it is now on every worker; for another tenant, if it may `act_as` it.
 
         check_epoch=False spares the round trip to Redis: only for a request whose hold() will check the epoch
         (on Stale: authenticate again, with check_epoch=True, and hold again).
-        Raises InvalidKey, TenantSuspended, RedisUnavailable, DatabaseUnavailable.
+        Raises InvalidKey, TenantSuspended, MayNotAct, TenantNotFound, RedisUnavailable, DatabaseUnavailable.
         """
+        if act_as is None:
+            return await self._authenticate(key, check_epoch)
+        home = await self._authenticate(key, True)
+        return home if act_as == home.tenant_id else await self._acting(home, act_as)
+
+    async def _authenticate(self, key: str, check_epoch: bool) -> Principal:
         key_id = public_id(key)
-        if key_id is None:
+        if key_id is None and (key.startswith("chorus_") or len(key) < MIN_LEGACY):
             raise InvalidKey("no such key")
-        sha256 = hashlib.sha256(key.encode()).digest()
+        sha256 = sha256_of(key)
         verdict = self._cache.get(sha256)
         if verdict is None:
+            key_id = key_id or await self._legacy_id(sha256)
             return (await self._read(key_id, sha256, None)).answer()
         self._cache.move_to_end(sha256)
         if not check_epoch and not verdict.is_suspended and verdict.principal.generation == self._redis.generation:
@@ -155,17 +149,13 @@ class KeyRing:
         epoch = await self._epochs.get(verdict.principal.tenant_id)
         if verdict.holds(epoch, self._redis.generation):
             return verdict.answer()
-        return (await self._read(key_id, sha256, epoch)).answer()
+        return (await self._read(verdict.principal.key_id, sha256, epoch)).answer()
 
     async def issue(self, tenant_id: str, spec: KeySpec, actor: Actor) -> IssuedKey:
         """Raises TenantNotFound."""
         key_id, key = make_key()
-        version, digest = self._pepper.seal(hashlib.sha256(key.encode()).digest())
-        row = ApiKey(
-            id=key_id, tenant_id=tenant_id, name=spec.name, digest=digest, pepper_version=version, hint=key[-4:],
-            scopes=sorted(set(spec.scopes)), models=check_models(spec.models), limits=spec.limits.as_dict(),
-            expires_at=spec.expires_at, created_at=now(),
-        )  # fmt: skip
+        row = self._row(key_id, tenant_id, spec, sha256_of(key))
+        row.hint = key[-4:]
         try:
             async with self._database.begin() as session:  # no epoch: nobody can have read this key before
                 session.add(row)
@@ -173,6 +163,47 @@ class KeyRing:
                 audit.append(session, actor, Act("key.create", tenant_id, key_id, after=describe(row)))
         except IntegrityError as error:
             raise TenantNotFound(f"tenant {tenant_id!r} does not exist") from error
+        return IssuedKey(row, key)
+
+    async def import_legacy(self, tenant_id: str, spec: KeySpec, sha256: bytes, hint: str, actor: Actor) -> ApiKey:
+        """A key of any form that another gateway made, known by its SHA-256. Raises TenantNotFound, KeyExists."""
+        row = self._row(make_key()[0], tenant_id, spec, sha256)
+        row.hint, row.is_legacy = hint, True
+        async with self._database.begin() as session:
+            if await session.get(Tenant, tenant_id) is None:
+                raise TenantNotFound(f"tenant {tenant_id!r} does not exist")
+            if await session.scalar(select(ApiKey.id).where(ApiKey.digest.in_(self._pepper.seals(sha256)))):
+                raise KeyExists("a key with this SHA-256 was imported before")
+            session.add(row)
+            try:
+                await session.flush()
+            except IntegrityError as error:
+                raise KeyExists("a key with this SHA-256 was imported before") from error
+            audit.append(session, actor, Act("key.import", tenant_id, row.id, after=describe(row)))
+        return row
+
+    async def rotate(self, tenant_id: str, key_id: str, overlap_s: float, actor: Actor) -> IssuedKey:
+        """A new key with the same rights; the old one ends after `overlap_s`, if it does not end before.
+
+        Raises KeyNotFound.
+        """
+        new_id, key = make_key()
+        version, digest = self._pepper.seal(sha256_of(key))
+        async with self._epochs.change(tenant_id) as session:
+            old = await _find(session, tenant_id, key_id, lock=True)
+            if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now()):
+                raise KeyNotFound(f"key {key_id!r} has ended")
+            row = ApiKey(
+                id=new_id, tenant_id=tenant_id, name=old.name, digest=digest, pepper_version=version, hint=key[-4:],
+                scopes=old.scopes, models=old.models, limits=old.limits, allowed_ips=old.allowed_ips,
+                expires_at=old.expires_at, rotated_from=old.id, is_legacy=False, created_at=now(),
+            )  # fmt: skip
+            session.add(row)
+            before, end = describe(old), now() + timedelta(seconds=overlap_s)
+            old.expires_at = end if old.expires_at is None else min(end, old.expires_at)
+            await session.flush()
+            after = {"old": describe(old), "new": describe(row)}
+            audit.append(session, actor, Act("key.rotate", tenant_id, key_id, before, after))
         return IssuedKey(row, key)
 
     async def get(self, tenant_id: str, key_id: str) -> ApiKey:
@@ -217,17 +248,48 @@ class KeyRing:
             self._cache.pop(sha256, None)
             raise InvalidKey("no such key")
         row, tenant, plan = found
-        principal = replace(self._principal(row, tenant, plan), epoch=epoch, generation=generation)
+        principal = with_key(of_tenant(tenant, plan, self._pepper.salt(tenant.id)), row)
+        principal = replace(principal, epoch=epoch, generation=generation)
         return self._keep(sha256, _Verdict(principal, row.revoked_at is not None, tenant.suspended, row.expires_at))
 
-    def _principal(self, row: ApiKey, tenant: Tenant, plan: Plan | None) -> Principal:
-        limits, model_limits = effective(tenant, plan)
-        return Principal(
-            tenant_id=tenant.id, key_id=row.id, scopes=frozenset(row.scopes),
-            tenant_limits=limits, key_limits=Limits.of(row.limits), model_limits=model_limits,
-            models=None if tenant.models is None else tuple(tenant.models),
-            key_models=None if row.models is None else tuple(row.models),
-            lane_weight=tenant.weight, priority=PRIORITIES[tenant.priority], cache_salt=self._pepper.salt(tenant.id),
+    async def _legacy_id(self, sha256: bytes) -> str:
+        """Raises InvalidKey."""
+        query = select(ApiKey.id).where(ApiKey.digest.in_(self._pepper.seals(sha256)), ApiKey.is_legacy)
+        async with self._database.session() as session:
+            key_id = await session.scalar(query)
+        if key_id is None:
+            raise InvalidKey("no such key")
+        return str(key_id)
+
+    async def _acting(self, home: Principal, tenant_id: str) -> Principal:
+        """The tenant as it is now, with the rights of a key of another one."""
+        if "act_as" not in home.scopes:
+            raise MayNotAct("this key may not act for other tenants")
+        if not NAME.fullmatch(tenant_id):
+            raise TenantNotFound(f"tenant {tenant_id[:64]!r} does not exist")
+        epoch, generation = await self._epochs.get(tenant_id), self._redis.generation
+        found, is_suspended = self._tenants.get(tenant_id, (None, False))
+        if found is None or (found.epoch, found.generation) != (epoch, generation):
+            async with self._database.session() as session:
+                tenant = await session.get(Tenant, tenant_id)
+                plan = None if tenant is None or tenant.plan is None else await session.get(Plan, tenant.plan)
+            if tenant is None:
+                self._tenants.pop(tenant_id, None)
+                raise TenantNotFound(f"tenant {tenant_id!r} does not exist")
+            found = replace(of_tenant(tenant, plan, self._pepper.salt(tenant.id)), epoch=epoch, generation=generation)
+            self._tenants[tenant_id] = found, (is_suspended := tenant.suspended)
+            while len(self._tenants) > CACHE_SIZE:
+                self._tenants.popitem(last=False)
+        if is_suspended:
+            raise TenantSuspended(f"tenant {tenant_id!r} is suspended")
+        return with_key_of(found, home)
+
+    def _row(self, key_id: str, tenant_id: str, spec: KeySpec, sha256: bytes) -> ApiKey:
+        version, digest = self._pepper.seal(sha256)
+        return ApiKey(
+            id=key_id, tenant_id=tenant_id, name=spec.name, digest=digest, pepper_version=version, is_legacy=False,
+            scopes=sorted(set(spec.scopes)), models=check_models(spec.models), limits=spec.limits.as_dict(),
+            allowed_ips=check_addresses(spec.allowed_ips), expires_at=spec.expires_at, created_at=now(),
         )  # fmt: skip
 
     def _keep(self, sha256: bytes, verdict: _Verdict) -> _Verdict:
@@ -238,8 +300,8 @@ class KeyRing:
         return verdict
 
 
-async def _find(session: AsyncSession, tenant_id: str, key_id: str) -> ApiKey:
-    row = await session.get(ApiKey, key_id)
+async def _find(session: AsyncSession, tenant_id: str, key_id: str, lock: bool = False) -> ApiKey:
+    row = await session.get(ApiKey, key_id, with_for_update=lock or None)
     if row is None or row.tenant_id != tenant_id:
         raise KeyNotFound(f"tenant {tenant_id!r} has no key {key_id!r}")
     return row
@@ -249,7 +311,8 @@ def describe(row: ApiKey) -> dict[str, Any]:
     """The key as the audit log keeps it: nothing secret."""
     return {
         "id": row.id, "name": row.name, "scopes": row.scopes, "models": row.models,
-        "limits": asdict(Limits.of(row.limits)), "hint": row.hint,
+        "limits": asdict(Limits.of(row.limits)), "hint": row.hint, "allowed_ips": row.allowed_ips,
+        "is_legacy": bool(row.is_legacy), "rotated_from": row.rotated_from,
         "expires_at": None if row.expires_at is None else row.expires_at.isoformat(),
         "revoked_at": None if row.revoked_at is None else row.revoked_at.isoformat(),
     }  # fmt: skip

@@ -102,6 +102,16 @@ def model_limits_of(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Limits
     return {name: Limits.of(values) for name, values in stored.items()}
 
 
+def check_model_names(names: Mapping[str, str]) -> dict[str, str]:
+    """A tenant's own names for models → what they stand for, as they are stored. Raises InvalidSettings."""
+    if len(names) > MAX_MODEL_LIMITS or not all(
+        isinstance(text, str) and 0 < len(text) <= 256 for pair in names.items() for text in pair
+    ):
+        message = f"model_names has up to {MAX_MODEL_LIMITS} names of 1 to 256 characters, each for a model's name"
+        raise InvalidSettings(message, "model_names")
+    return dict(names)
+
+
 def check_models(models: Iterable[str] | None) -> list[str] | None:
     """Names or globs of models, as they are stored. Raises InvalidSettings."""
     if models is None:

@@ -1,11 +1,11 @@
-"""The tables of tenants: Plan, Tenant, ApiKey, UsageEntry, AuditEntry, EpochOutbox. Rows only, no behaviour."""
+"""The tables of tenants: plans, tenants, keys, usage, audit, the outbox of epochs. Rows only, no behaviour."""
 
 from __future__ import annotations
 
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, String
+from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, Integer, String, false
 from sqlalchemy.orm import Mapped, mapped_column
 
 from tenants.db import Base, UtcDateTime, now
@@ -42,6 +42,7 @@ class Tenant(Base):
     models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
     model_limits: Mapped[dict[str, dict[str, Any]]] = mapped_column(JSON, default=dict, server_default="{}")
+    model_names: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
     plan: Mapped[str | None] = mapped_column(ForeignKey("plans.id"), index=True)
     suspended: Mapped[bool] = mapped_column(default=False)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
@@ -62,6 +63,27 @@ class ApiKey(Base):
     scopes: Mapped[list[str]] = mapped_column(JSON)
     models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
+    allowed_ips: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    is_legacy: Mapped[bool] = mapped_column(default=False, server_default=false())
+    rotated_from: Mapped[str | None] = mapped_column(String(32))
+    last_used_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+
+
+class AdminKey(Base):
+    """A key of an administrator. The row "settings" stands for the key of the settings, which has no digest here."""
+
+    __tablename__ = "admin_keys"
+    __table_args__ = (CheckConstraint("role IN ('viewer', 'operator', 'admin')", name="role"),)
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(256))
+    role: Mapped[str] = mapped_column(String(16))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    pepper_version: Mapped[int] = mapped_column()
+    hint: Mapped[str] = mapped_column(String(16))
     expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     revoked_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
@@ -95,6 +117,23 @@ class UsageEntry(Base):
     tags: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True))
     day: Mapped[date] = mapped_column()
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
+
+
+class UsageDay(Base):
+    """Sums of the entries of one day, changed in the transactions that write entries. Corrections are no attempts."""
+
+    __tablename__ = "usage_days"
+
+    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    day: Mapped[date] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(128), primary_key=True)
+    status: Mapped[str] = mapped_column(String(16), primary_key=True)
+    attempts: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
 
 
 class AuditEntry(Base):

@@ -85,6 +85,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
+    directory: str = ""
 
     @classmethod
     def from_dir(cls, path: Path) -> ModelConfig:
@@ -94,7 +95,7 @@ class ModelConfig:
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         config = cls.from_dict(raw, name=path.resolve().name, fingerprint=fingerprint_of(path))
         eos = {*config.eos_token_ids, *_ids(generation.get("eos_token_id"))}
-        return replace(config, eos_token_ids=tuple(sorted(eos)))
+        return replace(config, eos_token_ids=tuple(sorted(eos)), directory=str(path.resolve()))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], name: str = "model", fingerprint: str = "") -> ModelConfig:
@@ -156,6 +157,12 @@ class ModelConfig:
         }
 
     @property
+    def biases(self) -> tuple[str, ...]:
+        """Linears that have a bias."""
+        switches = (self.qkv_bias, self.qkv_bias, self.qkv_bias, self.o_bias, *[self.mlp_bias] * 3)
+        return tuple(name for name, has_bias in zip(self.linears, switches, strict=True) if has_bias)
+
+    @property
     def num_parameters(self) -> int:
         linears = sum(out * inner for out, inner in self.linears.values())
         embeddings = self.vocab_size * self.hidden_size
@@ -171,6 +178,9 @@ class ModelConfig:
             fingerprint=self.fingerprint,
             base_name=self.name,
             tie_word_embeddings=self.tie_word_embeddings,
+            biases=self.biases,
+            head_norm_size=self.head_dim if self.qk_norm else 0,
+            weights_dir=self.directory,
         )
 
 

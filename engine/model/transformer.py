@@ -13,6 +13,7 @@ from adapters.spec import LINEARS
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.model.config import ModelConfig
+from engine.model.overrides import INPUT_NORM, K_NORM, POST_NORM, Q_NORM, Overrides
 from engine.model.rope import inverse_frequencies, rotations
 from engine.ops import LoraSlices, Ops
 
@@ -21,9 +22,10 @@ Q, K, V, O, GATE, UP, DOWN = range(len(LINEARS))  # noqa: E741
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight as Ops packed it, and its bias where the family has one."""
+    """A weight as Ops packed it, ‖W[o]‖² of its rows (for DoRA), and its bias where the family has one."""
 
     packed: Any
+    squares_O: Tensor
     bias: Tensor | None = None
 
 
@@ -42,6 +44,17 @@ class Layer:
     window: int | None
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What all layers of a step share."""
+
+    plan: Any
+    overrides: Overrides
+    slots_T: Tensor
+    cos_TD: Tensor
+    sin_TD: Tensor
+
+
 class Transformer:
     """Token ids in, logits out; keys and values live in a KVCache.
 
@@ -54,9 +67,9 @@ class Transformer:
         self.config = config
         self.ops = ops
         self.layers = layers
-        self._embedding_VH = embedding_VH
+        self.embedding_VH = embedding_VH
         self._norm_H = norm_H
-        self._head = head
+        self.head = head
         self._scale = config.head_dim**-0.5
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(embedding_VH.device)
         ends = (config.q_size, config.q_size + config.kv_size, config.q_size + 2 * config.kv_size)
@@ -70,40 +83,55 @@ class Transformer:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Computes the batch's tokens and writes their KV. Returns hidden states [T, H], before the final norm."""
         ops, eps = self.ops, self.config.rms_norm_eps
-        residual_TH = F.embedding(batch.tokens_T, self._embedding_VH).to(ops.activation_dtype)
+        residual_TH = F.embedding(batch.tokens_T, self.embedding_VH).to(ops.activation_dtype)
         cos_TD, sin_TD = rotations(self._frequencies, batch.positions_T, ops.activation_dtype)
-        plan = ops.plan(batch)
+        step = _Step(ops.plan(batch), Overrides(batch, ops, eps), batch.slots_T, cos_TD, sin_TD)
+        overrides = step.overrides
+        if overrides:
+            overrides.embed(residual_TH, batch.tokens_T)
         x_TH = torch.zeros_like(residual_TH)
         for index, layer in enumerate(self.layers):
             y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.input_norm, eps)
-            x_TH = self._attention(index, y_TH, batch.slots_T, cache.layers[index], plan, cos_TD, sin_TD)
+            if overrides:
+                overrides.norm(y_TH, residual_TH, index, INPUT_NORM)
+            x_TH = self._attention(index, y_TH, cache.layers[index], step)
             y_TH, residual_TH = ops.add_rms_norm(x_TH, residual_TH, layer.post_norm, eps)
-            x_TH = self._mlp(index, y_TH, plan)
+            if overrides:
+                overrides.norm(y_TH, residual_TH, index, POST_NORM)
+            x_TH = self._mlp(index, y_TH, step.plan)
         return residual_TH + x_TH
 
     @torch.inference_mode()
-    def logits(self, hidden_RH: Tensor) -> Tensor:
-        """[R, V] fp32 for rows of `forward`'s result: take only those that are wanted (batch.logit_rows)."""
+    def logits(self, hidden_TH: Tensor, batch: ForwardBatch, rows_R: Tensor) -> Tensor:
+        """[R, V] fp32 for some rows of `forward`'s result: take only those that are wanted (batch.logit_rows)."""
+        hidden_RH = hidden_TH[rows_R]
+        overrides = Overrides(batch, self.ops, self.config.rms_norm_eps)
         normal_RH = self.ops.rms_norm(hidden_RH, self._norm_H, self.config.rms_norm_eps)
-        return self.ops.linear(normal_RH, self._head.packed, self._head.bias).float()
+        if overrides:
+            overrides.last_norm(normal_RH, hidden_RH, rows_R, self.config.num_layers)
+        logits_RV = self.ops.linear(normal_RH, self.head.packed, self.head.bias).float()
+        if overrides:
+            overrides.head(logits_RV, normal_RH, rows_R)
+        return logits_RV
 
-    def _attention(
-        self, index: int, x_TH: Tensor, slots_T: Tensor, cache: Tensor, plan: Any, cos_TD: Tensor, sin_TD: Tensor
-    ) -> Tensor:
+    def _attention(self, index: int, x_TH: Tensor, cache: Tensor, step: _Step) -> Tensor:
         layer, ops, config = self.layers[index], self.ops, self.config
-        qkv = self._linear(index, layer.qkv, x_TH, plan, self._qkv_slices)
+        qkv = self._linear(index, layer.qkv, x_TH, step.plan, self._qkv_slices)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         heads_TJD = qkv.view(len(qkv), num_rotated + config.num_kv_heads, config.head_dim)
         qk_TJD, v_TKD = heads_TJD[:, :num_rotated], heads_TJD[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q_TND = ops.rms_norm(qk_TJD[:, :num_heads], layer.q_norm, config.rms_norm_eps)
             k_TKD = ops.rms_norm(qk_TJD[:, num_heads:], layer.k_norm, config.rms_norm_eps)
+            if step.overrides:
+                step.overrides.norm(q_TND, qk_TJD[:, :num_heads], index, Q_NORM)
+                step.overrides.norm(k_TKD, qk_TJD[:, num_heads:], index, K_NORM)
             qk_TJD = torch.cat((q_TND, k_TKD), 1)
-        qk_TJD = ops.rope(qk_TJD, cos_TD, sin_TD)
+        qk_TJD = ops.rope(qk_TJD, step.cos_TD, step.sin_TD)
         q_TND, k_TKD = qk_TJD[:, :num_heads], qk_TJD[:, num_heads:]
-        ops.write_kv(k_TKD, v_TKD, cache, slots_T)
-        attended = ops.attention(q_TND, cache, plan, self._scale, layer.window)
-        return self._linear(index, layer.o, attended, plan, self._o_slices)
+        ops.write_kv(k_TKD, v_TKD, cache, step.slots_T)
+        attended = ops.attention(q_TND, cache, step.plan, self._scale, layer.window)
+        return self._linear(index, layer.o, attended, step.plan, self._o_slices)
 
     def _mlp(self, index: int, x_TH: Tensor, plan: Any) -> Tensor:
         layer = self.layers[index]

@@ -17,6 +17,8 @@ from engine.model.config import ModelConfig
 from engine.model.transformer import Layer, Linear, Transformer
 from engine.ops import Ops
 
+SQUARED_ELEMENTS = 1 << 17
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,9 +33,9 @@ def load_model(path: Path, config: ModelConfig, ops: Ops, device: torch.device |
         norm_H = reader.norm("model.norm.weight", hidden)
         if config.tie_word_embeddings:
             reader.ignore("lm_head.weight")
-            head = Linear(ops.pack_linear(embedding_VH))
+            head = _packed(ops, embedding_VH)
         else:
-            head = Linear(ops.pack_linear(reader.take("lm_head.weight", vocab, hidden)))
+            head = _packed(ops, reader.take("lm_head.weight", vocab, hidden))
         reader.finish()
     return Transformer(config, ops, embedding_VH, layers, norm_H, head)
 
@@ -62,7 +64,18 @@ def _linear(reader: _Reader, config: ModelConfig, block: str, names: tuple[str, 
     if has_bias:
         parts = [reader.take(f"{block}.{name}.bias", config.linears[name][0]) for name in names]
         bias = torch.cat(parts).to(reader.ops.activation_dtype)
-    return Linear(reader.ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0]), bias)
+    return _packed(reader.ops, torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+
+
+def _packed(ops: Ops, weight_OH: Tensor, bias_O: Tensor | None = None) -> Linear:
+    return Linear(ops.pack_linear(weight_OH), _squares(weight_OH), bias_O)
+
+
+def _squares(weight_OH: Tensor) -> Tensor:
+    """‖W[o]‖² in fp32, a few rows at a time, so that what is widened stays in the cache."""
+    step = max(1, SQUARED_ELEMENTS // weight_OH.shape[1])
+    parts = (weight_OH[first : first + step] for first in range(0, len(weight_OH), step))
+    return torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in parts]).square_()
 
 
 class _Reader:

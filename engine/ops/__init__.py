@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LoraSlices = tuple[tuple[int, int, int], ...]
-"""Adapted parts of one (possibly fused) linear: (module index in adapters.spec.LINEARS, first column, end column)."""
+"""Adapted parts of one (possibly fused) linear: (module index in adapters.spec.MODULES, first column, end column)."""
 
 
 class Ops(Protocol):
@@ -43,8 +43,14 @@ class Ops(Protocol):
         ...
 
     def lora(self, y_TO: Tensor, x_TH: Tensor, plan: Any, layer: int, slices: LoraSlices) -> None:
-        """y[t, c0:c1] += B(A·x[t]) for each slice (m, c0, c1), in place, with A [R, H] and B [O, R] (scale folded
-        in) those of token t's adapter for (layer, m). Rows without an adapter, and modules it lacks, are untouched."""
+        """y[t, c0:c1] = g ∘ (y[t, c0:c1] + B(A·x[t])) + c for each slice (m, c0, c1), in place, with A [R, H], B [O, R]
+        (scale folded in), g and c those of token t's adapter for (layer, m); most adapters have no g and no c. Rows
+        without an adapter, and modules it lacks, are untouched."""
+        ...
+
+    def dense(self, x_TH: Tensor, weight_OH: Tensor) -> Tensor:
+        """y[t] = W·x[t], with W as it lies in an adapter (row-major, adapter_dtype): what single adapters bring along
+        for embed_tokens and lm_head."""
         ...
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

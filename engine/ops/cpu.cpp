@@ -112,8 +112,8 @@ class Pool {
   int size() const { return wanted_; }
 
   template <class F> void run(long count, const F& task) {
-    if (wanted_ == 1 || count < 2) {
-      for (long i = 0; i < count; i++) task(i);
+    if (wanted_ == 1 || count < 2 || is_taken_.test_and_set(std::memory_order_acquire)) {
+      for (long i = 0; i < count; i++) task(i);  // alone: also while another thread (one that loads) has the helpers
       return;
     }
     const uint64_t closed = ((state_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | CLOSED;
@@ -128,6 +128,7 @@ class Pool {
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++)
       if (spins < 4096) pause_cpu();
       else sched_yield();
+    is_taken_.clear(std::memory_order_release);
   }
 
  private:
@@ -164,6 +165,7 @@ class Pool {
   std::atomic<const void*> data_{nullptr};
   std::atomic<long> count_{0};
   std::atomic<long> done_{0};
+  std::atomic_flag is_taken_ = ATOMIC_FLAG_INIT;
   int helpers_ = 0, wanted_ = 1;
 };
 
@@ -548,7 +550,9 @@ struct Segment {
   const int64_t* directory;  // [layers][modules][fields]
 };
 
-constexpr int MODULES = 7, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, UNIT = 16;  // as adapters/loader.py packs
+// As adapters/loader.py packs; g and c are fp32.
+constexpr int MODULES = 14, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, FLAGS = 3, OFFSET_C = 4, OFFSET_G = 5;
+constexpr int UNIT = 16, HAS_G = 1, HAS_C = 2;
 
 // z[row][rank] = A·x for `rows` rows, A [rank, H].
 template <int R>
@@ -616,7 +620,19 @@ INLINE void expand(float* y, long ldy, const float* z, long ldz, const bf16* B, 
     }
 }
 
-// y[t, first:last] += B·(A·x[t]) for each slice and each row t of a segment. Rows outside segments are not touched.
+// y[row][o] = g[o] · y[row][o] + c[o], for `rows` rows of O; without g it is 1, without c 0.
+INLINE void rescale(float* y, long ldy, int rows, long O, const float* g, const float* c) {
+  for (int r = 0; r < rows; r++)
+    for (long o = 0; o < O; o++) {
+      float value = y[r * ldy + o];
+      if (g) value *= g[o];
+      if (c) value += c[o];
+      y[r * ldy + o] = value;
+    }
+}
+
+// y[t, first:last] = g ∘ (y[t, first:last] + B·(A·x[t])) + c for each slice and each row t of a segment. Rows outside
+// segments are not touched.
 extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H, long num_segments,
                             const Segment* segments, long layer, long num_slices, const Slice* slices,
                             long max_rank) {
@@ -636,17 +652,42 @@ extern "C" void chorus_lora(float* y, long ldy, const float* x, long ldx, long H
     const float* from = x + item.row * ldx;
     for (long s = 0; s < num_slices; s++) {
       const int64_t* entry = item.segment->directory + (layer * MODULES + slices[s].module) * FIELDS;
-      const long rank = entry[RANK];
-      if (!rank) continue;
+      const long rank = entry[RANK], flags = entry[FLAGS];
+      if (!rank && !flags) continue;
       const bf16* A = item.segment->arena + entry[OFFSET_A] * UNIT;
       const bf16* B = item.segment->arena + entry[OFFSET_B] * UNIT;
       float* to = y + item.row * ldy + slices[s].first;
       const long O = slices[s].last - slices[s].first;
-      switch (item.count) {
+      if (rank) switch (item.count) {
         case 1: shrink<1>(from, ldx, A, rank, H, z, ldz); expand<1>(to, ldy, z, ldz, B, rank, O); break;
         case 2: shrink<2>(from, ldx, A, rank, H, z, ldz); expand<2>(to, ldy, z, ldz, B, rank, O); break;
         case 3: shrink<3>(from, ldx, A, rank, H, z, ldz); expand<3>(to, ldy, z, ldz, B, rank, O); break;
         default: shrink<4>(from, ldx, A, rank, H, z, ldz); expand<4>(to, ldy, z, ldz, B, rank, O);
+      }
+      if (flags) {
+        auto vector = [&](int flag, int field) {
+          return flags & flag ? (const float*)(item.segment->arena + entry[field] * UNIT) : nullptr;
+        };
+        rescale(to, ldy, item.count, O, vector(HAS_G, OFFSET_G), vector(HAS_C, OFFSET_C));
+      }
+    }
+  });
+}
+
+// y = W·x for M rows of x, with W [O, H] row-major bf16: what a single adapter brings along for embedding and head.
+extern "C" void chorus_dense(const float* x, long M, long H, long ldx, const bf16* W, long O, float* y, long ldy) {
+  constexpr int R = 4, COLUMNS = 64;
+  const long chunks = (O + COLUMNS - 1) / COLUMNS;
+  for_rows(chunks, M * O, [=](long chunk) {
+    const long o = chunk * COLUMNS, count = std::min<long>(COLUMNS, O - o);
+    for (long m = 0; m < M; m += R) {
+      const float* from = x + m * ldx;
+      float* to = y + m * ldy + o;
+      switch (std::min<long>(R, M - m)) {
+        case 1: shrink<1>(from, ldx, W + o * H, count, H, to, ldy); break;
+        case 2: shrink<2>(from, ldx, W + o * H, count, H, to, ldy); break;
+        case 3: shrink<3>(from, ldx, W + o * H, count, H, to, ldy); break;
+        default: shrink<4>(from, ldx, W + o * H, count, H, to, ldy);
       }
     }
   });

@@ -104,6 +104,15 @@ class NativeOps:
             c_long(plan.max_rank),
         )  # fmt: skip
 
+    def dense(self, x_TH: Tensor, weight_OH: Tensor) -> Tensor:
+        outputs, inputs = weight_OH.shape
+        y_TO = torch.empty(x_TH.shape[0], outputs)
+        self._library.chorus_dense(
+            _at(x_TH), c_long(x_TH.shape[0]), c_long(inputs), c_long(x_TH.stride(0)), _at(weight_OH), c_long(outputs),
+            _at(y_TO), c_long(outputs),
+        )  # fmt: skip
+        return y_TO
+
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         return self._norm(x_TH, None, weight_H, eps)
 
@@ -157,7 +166,7 @@ class NativeOps:
                     for segment, each in zip(batch.segments, placed, strict=True)
                 )
             )
-            max_rank = max(each.rank for each in placed)
+            max_rank = max(1, *(each.rank for each in placed))
         arrays = (batch.starts_S, batch.lengths_S, batch.contexts_S, batch.tables_SB)
         assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
         starts, lengths, contexts, tables = (array.ctypes.data for array in arrays)

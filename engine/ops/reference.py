@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.adapter_view import LoraPart
 from engine.batch import ForwardBatch
 from engine.ops import KV_LIMIT, LoraSlices
 
@@ -31,10 +32,12 @@ class ReferenceOps:
             assert plan.bank is not None
             x, y = x_TH[segment.start : segment.end], y_TO[segment.start : segment.end]
             for module, first, end in slices:
-                pair = plan.bank.pair(segment.slot, layer, module)
-                if pair is not None:
-                    a_HR, b_RO = pair
-                    y[:, first:end].addmm_(torch.mm(x, a_HR), b_RO)
+                part = plan.bank.pair(segment.slot, layer, module)
+                if part is not None:
+                    _adapt(y[:, first:end], x, part)
+
+    def dense(self, x_TH: Tensor, weight_OH: Tensor) -> Tensor:
+        return F.linear(x_TH, weight_OH.to(x_TH.dtype))
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         wide = x_TH.float()
@@ -80,3 +83,13 @@ class ReferenceOps:
             weights = scores.masked_fill(hidden_QC, float("-inf")).softmax(-1)
             out_TND[start : start + length] = torch.einsum("nqc,cnd->qnd", weights, v_CND).to(q_TND.dtype)
         return out_TND.flatten(1)
+
+
+def _adapt(y_TO: Tensor, x_TH: Tensor, part: LoraPart) -> None:
+    """y = gain ∘ (y + B·A·x) + shift, in place."""
+    if part.a_HR is not None and part.b_RO is not None:
+        y_TO.addmm_(torch.mm(x_TH, part.a_HR), part.b_RO)
+    if part.gain_O is not None:
+        y_TO.mul_(part.gain_O)
+    if part.shift_O is not None:
+        y_TO.add_(part.shift_O)

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from adapters.registry import SHARED, Adapter, AdapterNotFound, NameTaken, Stored, Version
-from adapters.spec import AdapterRef, AdapterSpec, AdapterTooLarge
-from adapters.validation import Limits, validate_in_subprocess
+from adapters.spec import AdapterError, AdapterRef, AdapterSpec, AdapterTooLarge
+from adapters.validation import Limits, describe, validate_in_subprocess
 from engine.protocol import EngineError
 from gateway.admin.bodies import After, Body, Limit, actor_of, page, tenant_id, unix
 from gateway.auth import AdminPrincipal, caller_of, requires, state_of
@@ -91,7 +91,8 @@ async def read_adapter(request: Request, owner: Owner, name: str) -> dict[str, A
         | {"is_current": version.version == adapter.current, "resident": _residency(state, version.digest)}
         for version in adapter.versions
     ]
-    return await _with_health(request, adapter) | {"versions": versions}
+    scales = await asyncio.to_thread(_scales, state, adapter.version().digest)
+    return await _with_health(request, adapter) | scales | {"versions": versions}
 
 
 async def delete_adapter(request: Request, owner: Owner, name: str) -> JSONResponse:
@@ -227,11 +228,21 @@ def _version_object(version: Version) -> dict[str, Any]:
         "rank": version.rank,
         "target_modules": list(version.target_modules),
         "num_modules": version.num_modules,
+        "num_tensors": version.num_tensors,
         "size_bytes": version.size_bytes,
         "base_model": version.base_model,
         "warnings": list(version.warnings),
         "created_at": unix(version.created_at),
     }
+
+
+def _scales(state: State, digest: str) -> dict[str, Any]:
+    """What B·A is multiplied by, module by module, as the stored files say; nothing when they are damaged."""
+    try:
+        spec = describe(state.store.path(digest), state.shape)
+    except (AdapterError, OSError):
+        return {}
+    return {"scales": sorted({round(module.scale, 6) for module in spec.modules if module.rank})}
 
 
 def _residency(state: State, digest: str) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
-"""/admin/v1/tenants/{tenant}/keys: issue, list, read, revoke. A key is shown once, when it is made."""
+"""/admin/v1/tenants/{tenant}/keys: issue, import, rotate, list, read, revoke. A key is shown once, when
+it is made."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -22,9 +24,10 @@ from gateway.admin.bodies import (
     unix,
 )
 from gateway.admin.tenants import Models, Name
-from gateway.auth import requires, state_of
+from gateway.auth import AdminPrincipal, caller_of, forbidden, requires, state_of
 from gateway.bodies import body_as
 from gateway.openai import body_of
+from tenants.addresses import MAX_ADDRESSES
 from tenants.keys import KeySpec
 from tenants.limits import Limits
 from tenants.models import ApiKey
@@ -40,16 +43,62 @@ class NewKey(Body):
     limits: LimitsBody = LimitsBody()
     models: Models = None
     expires_at: int | str | None = None
+    allowed_ips: Annotated[list[str], Field(max_length=MAX_ADDRESSES)] | None = None
+
+    def spec(self) -> KeySpec:
+        return KeySpec(
+            name=self.name, scopes=tuple(self.scopes), limits=self.limits.limits(),
+            models=None if self.models is None else tuple(self.models),
+            expires_at=moment(self.expires_at, "expires_at"),
+            allowed_ips=None if self.allowed_ips is None else tuple(self.allowed_ips),
+        )  # fmt: skip
+
+
+class LegacyKey(NewKey):
+    """A key that another gateway made: the SHA-256 of the whole key, in hex. `hint` is shown in lists."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
+    hint: Annotated[str, Field(max_length=8)] = ""
+
+
+class Rotation(Body):
+    """The old key ends after `overlap_s` seconds: a day, if nothing is said."""
+
+    overlap_s: Annotated[float, Field(ge=0, le=90 * 86400)] = 86400.0
+
+
+def check_grant(request: Request, scopes: Sequence[str]) -> None:
+    """Nobody makes a key with more rights than their own: for any tenant acts only who is admin. Raises ApiError."""
+    caller = caller_of(request)
+    assert isinstance(caller, AdminPrincipal)
+    if "act_as" in scopes and not caller.has_role("admin"):
+        raise forbidden("Only an admin key with the role admin can give the scope `act_as`.")
 
 
 @router.post("", status_code=201, openapi_extra=body_of(NewKey))
 async def issue_key(request: Request, tenant: TenantId) -> dict[str, Any]:
     body = body_as(request, NewKey)
-    spec = KeySpec(
-        name=body.name, scopes=tuple(body.scopes), limits=body.limits.limits(),
-        models=None if body.models is None else tuple(body.models), expires_at=moment(body.expires_at, "expires_at"),
-    )  # fmt: skip
-    issued = await state_of(request).keys.issue(tenant, spec, actor_of(request))
+    check_grant(request, body.scopes)
+    issued = await state_of(request).keys.issue(tenant, body.spec(), actor_of(request))
+    return as_object(issued.row) | {"key": issued.key}
+
+
+@router.post("/import", status_code=201, openapi_extra=body_of(LegacyKey))
+async def import_key(request: Request, tenant: TenantId) -> dict[str, Any]:
+    """A key of any form goes on working, from the SHA-256 that another gateway stored; 409 if it is known."""
+    body = body_as(request, LegacyKey)
+    check_grant(request, body.scopes)
+    sha256 = bytes.fromhex(body.sha256)
+    keys = state_of(request).keys
+    return as_object(await keys.import_legacy(tenant, body.spec(), sha256, body.hint, actor_of(request)))
+
+
+@router.post("/{key_id}/rotate", status_code=201, openapi_extra=body_of(Rotation))
+async def rotate_key(request: Request, tenant: TenantId, key_id: KeyId) -> dict[str, Any]:
+    """A new key with the same rights, shown now; the old one goes on for a while."""
+    body, keys = body_as(request, Rotation), state_of(request).keys
+    check_grant(request, (await keys.get(tenant, key_id)).scopes)
+    issued = await keys.rotate(tenant, key_id, body.overlap_s, actor_of(request))
     return as_object(issued.row) | {"key": issued.key}
 
 
@@ -83,6 +132,10 @@ def as_object(row: ApiKey) -> dict[str, Any]:
         "scopes": row.scopes,
         "models": row.models,
         "limits": limits_object(Limits.of(row.limits)),
+        "allowed_ips": row.allowed_ips,
+        "legacy": row.is_legacy,
+        "rotated_from": row.rotated_from,
+        "last_used_at": unix(row.last_used_at),
         "created_at": unix(row.created_at),
         "expires_at": unix(row.expires_at),
         "revoked_at": unix(row.revoked_at),

@@ -31,7 +31,7 @@ from gateway.errors import bad_request
 from gateway.openai import body_of
 from gateway.state import State
 from tenants.directory import TenantSpec
-from tenants.limits import Limits
+from tenants.limits import MAX_MODEL_LIMITS, Limits
 from tenants.models import Tenant
 
 router = APIRouter(prefix="/admin/v1/tenants", tags=["tenants"], dependencies=[Depends(requires("admin"))])
@@ -40,6 +40,9 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(gt=0, le=1000)]
 Priority = Literal["interactive", "standard", "batch"]
 Models = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1000)] | None
+
+
+ModelNames = Annotated[dict[str, str], Field(max_length=MAX_MODEL_LIMITS)]
 
 
 class NewTenant(Body):
@@ -53,11 +56,13 @@ class NewTenant(Body):
     limits: LimitsBody = LimitsBody()
     model_limits: ModelLimitsBody = {}
     plan: str | None = None
+    model_names: ModelNames = {}
     suspended: bool = False
 
 
 class TenantChanges(Body):
-    """What is not named stays as it is, inside `limits` too; `model_limits` is replaced whole."""
+    """What is not named stays as it is, inside `limits` too; `model_limits` and `model_names` are replaced
+    whole."""
 
     name: Name | None = None
     weight: Weight | None = None
@@ -66,6 +71,7 @@ class TenantChanges(Body):
     limits: LimitsBody | None = None
     model_limits: ModelLimitsBody | None = None
     plan: str | None = None
+    model_names: ModelNames | None = None
     suspended: bool | None = None
 
 
@@ -75,7 +81,8 @@ async def create_tenant(request: Request) -> dict[str, Any]:
     spec = TenantSpec(
         id=body.id, name=body.name or "", weight=body.weight, priority=body.priority,
         models=None if body.models is None else tuple(body.models), limits=body.limits.limits(),
-        model_limits=model_limits(body.model_limits), plan=body.plan, suspended=body.suspended,
+        model_limits=model_limits(body.model_limits), plan=body.plan, model_names=body.model_names,
+        suspended=body.suspended,
     )  # fmt: skip
     return as_object(await state_of(request).directory.create(spec, actor_of(request)))
 
@@ -134,6 +141,7 @@ def as_object(row: Tenant) -> dict[str, Any]:
         "limits": limits_object(limits),
         "model_limits": model_limits_object(row.model_limits),
         "plan": row.plan,
+        "model_names": row.model_names,
         "suspended": row.suspended,
         "created_at": unix(row.created_at),
     }

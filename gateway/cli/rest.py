@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
+from adapters.shards import has_weights, one_file
+from adapters.spec import AdapterError
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
 
 TIMEOUT = httpx.Timeout(600, connect=10)
@@ -50,17 +54,39 @@ class Rest:
                 return rows
             query = {"after": str(page.get("last_id") or page["data"][-1]["id"])}
 
+    def download(self, path: str, query: dict[str, Any], file: IO[bytes]) -> None:
+        """Writes the body to the file as it comes."""
+        try:
+            with httpx.stream(
+                "GET", f"{self.url}/admin/v1/{path}", params=query, headers=self._headers, timeout=TIMEOUT
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                    raise RestError(_reason(response), response.status_code)
+                for data in response.iter_bytes():
+                    file.write(data)
+        except httpx.HTTPError as error:
+            raise RestError(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
+
     def upload(self, method: str, path: str, directory: Path, **content: Any) -> dict[str, Any]:
-        """Sends the two files of an adapter, streamed from the disk."""
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if not (directory / name).is_file():
-                raise RestError(f"{directory} has no {name}: it is not a PEFT adapter")
-        with (directory / CONFIG_FILE).open("rb") as config, (directory / WEIGHTS_FILE).open("rb") as weights:
+        """Sends the two files of an adapter, streamed from the disk; shards are put together first."""
+        if not (directory / CONFIG_FILE).is_file() or not has_weights(directory):
+            raise RestError(f"{directory} has no {CONFIG_FILE} or no {WEIGHTS_FILE}: it is not a PEFT adapter")
+        with _weights(directory) as whole, (directory / CONFIG_FILE).open("rb") as config, whole.open("rb") as weights:
             files = {
                 "config": (CONFIG_FILE, config, "application/json"),
                 "weights": (WEIGHTS_FILE, weights, "application/octet-stream"),
             }
             return self.call(method, path, files=files, **content)
+
+
+@contextmanager
+def _weights(directory: Path) -> Iterator[Path]:
+    try:
+        with one_file(directory) as path:
+            yield path
+    except AdapterError as error:
+        raise RestError(f"{directory}: {error.message}") from error
 
 
 def _reason(response: httpx.Response) -> str:

@@ -5,21 +5,22 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from adapters.config import _MUST_BE_OFF
-from adapters.validation import _REASONS
+from adapters.names import _REASONS
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = ("config", "header", "loader", "records", "registry", "sandbox", "storage", "targets", "validation", "values")
+FILES = (
+    "agreement", "base_copies", "config", "header", "loader", "names", "records", "registry", "sandbox", "shards",
+    "storage", "targets", "validation", "values",
+)  # fmt: skip
 RAISERS = {
     "AdapterInvalid", "AdapterUnsupported", "AdapterTooLarge", "AdapterMissing", "NameInvalid", "NameTaken",
-    "VersionConflict", "AdapterNotFound", "_bad", "_invalid",
+    "VersionConflict", "AdapterNotFound", "_bad", "_invalid", "_no",
 }  # fmt: skip
 CODE = re.compile(r"[a-z]+(?:_[a-z]+)*")
 
 
 def codes() -> Iterator[str]:
     """Every code that the sources can give to an error."""
-    yield from (code for code, _ in _MUST_BE_OFF.values())
     yield from (code for _, code, _ in _REASONS)
     for name in FILES:
         helpers = RAISERS - ({"_invalid"} if name == "config" else set())  # there its first argument is the key

@@ -26,7 +26,8 @@ JSON = st.recursive(
 KEYS = st.sampled_from(
     ["r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_to_transform",
      "layers_pattern", "use_rslora", "use_dora", "bias", "peft_type", "init_lora_weights", "base_model_name_or_path",
-     "modules_to_save", "task_type", "fan_in_fan_out", "zzz"]
+     "modules_to_save", "task_type", "fan_in_fan_out", "zzz", "lora_bias", "trainable_token_indices",
+     "ensure_weight_tying"]
 )  # fmt: skip
 LIKELY = st.one_of(
     JSON, st.integers(-2, 70), st.text("qkvo_proj.*+?()[]{}|\\^$0123456789layersmlp", max_size=12),
@@ -48,6 +49,11 @@ NAME = st.one_of(
     st.text(max_size=20),
     st.from_regex(
         r"\A(base_model\.model\.)?(model\.)?layers\.[0-9]{1,3}\.(self_attn|mlp)\.[a-z]{1,4}_proj\.lora_[AB](\.default)?\.weight\Z"
+    ),
+    st.from_regex(
+        r"\A(base_model\.model\.)?(model\.)?(embed_tokens|lm_head|norm|layers\.[01]\.(self_attn\.(qkv|q)_proj|mlp\.up_proj|"
+        r"input_layernorm))\.((base_layer\.|modules_to_save\.)?(weight|bias)|lora_(A|B)\.(weight|bias)|"
+        r"lora_embedding_[AB]|lora_magnitude_vector|token_adapter\.trainable_tokens_delta)\Z"
     ),
 )
 bounded = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

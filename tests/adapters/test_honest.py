@@ -102,15 +102,8 @@ def test_adapters_of_headless_models_load(tmp_path: Path, tiny_llama: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
-        ({"use_dora": True}, "unsupported_dora"),
-        ({"bias": "lora_only"}, "unsupported_bias"),
-        ({"bias": "all"}, "unsupported_bias"),
-        ({"lora_bias": True}, "unsupported_bias"),
-        ({"modules_to_save": ["lm_head"]}, "unsupported_modules_to_save"),
-        ({"modules_to_save": ["norm"]}, "unsupported_modules_to_save"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "unsupported_embedding"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "unsupported_embedding"),
-        ({"trainable_token_indices": [1, 2]}, "unsupported_embedding"),
+        ({"modules_to_save": ["v_proj"]}, "unsupported_modules_to_save"),
+        ({"modules_to_save": ["mlp"]}, "unsupported_modules_to_save"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "unsupported_option"),
         ({"init_lora_weights": "pissa"}, "unsupported_init"),
         ({"init_lora_weights": "olora"}, "unsupported_init"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adapters.loader import NUM_FIELDS, OFFSET_A, OFFSET_B, RANK, UNIT, load
-from adapters.spec import LINEARS, AdapterInvalid, AdapterTooLarge
+from adapters.spec import LINEARS, MODULES, AdapterInvalid, AdapterTooLarge
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, content_digest
 from adapters.validation import validate
 from tests.adapters.files import LIMITS, SHAPE, config, pairs, write
@@ -21,7 +21,7 @@ def test_layout(tmp_path: Path) -> None:
 
     packed = load(tmp_path, SHAPE, torch.bfloat16, max_rank=16)
 
-    assert packed.directory.shape == (2, len(LINEARS), NUM_FIELDS)
+    assert packed.directory.shape == (2 + 1, len(MODULES), NUM_FIELDS)
     assert packed.directory.dtype == torch.int64
     assert packed.buffer.dtype == torch.bfloat16
     assert packed.size_bytes == packed.buffer.nbytes == spec.packed_bytes
@@ -39,6 +39,8 @@ def test_layout(tmp_path: Path) -> None:
                 start = int(row[column]) * UNIT
                 assert start * 2 % 64 == 0
                 extents.append((start, start + 3 * width))
+    assert not packed.directory[:, len(LINEARS) :].any()
+    assert not packed.directory[2].any()
     extents.sort()
     assert all(end <= start for (_, end), (start, _) in pairwise(extents))
     assert extents[-1][1] <= packed.buffer.numel()

@@ -24,7 +24,7 @@ async def test_the_child_says_what_the_function_says(tmp_path: Path) -> None:
     assert await validate_in_subprocess(good, SHAPE, LIMITS) == validate(good, SHAPE, LIMITS)
 
     for kind, tensors, settings in (
-        (AdapterUnsupported, pairs(), config(use_dora=True)),
+        (AdapterUnsupported, pairs(), config(layer_replication=[[0, 2]])),
         (AdapterTooLarge, pairs(rank=64), config(rank=64)),
         (AdapterInvalid, b"", config()),
     ):

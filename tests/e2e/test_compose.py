@@ -110,7 +110,12 @@ def test_the_services_work_together(
 ) -> None:
     """Each service's own command and environment, in the order of compose, on a real PostgreSQL and Redis: migrate ends
     with 0, engine and gateway become healthy, and an answer comes back."""
-    values = {"POSTGRES_PASSWORD": "p", "REDIS_PASSWORD": "r", "CHORUS_ADMIN_KEY": "admin", "CHORUS_PEPPER": "pepper"}
+    values = {
+        "POSTGRES_PASSWORD": "p",
+        "REDIS_PASSWORD": "r",
+        "CHORUS_ADMIN_KEY": "an-admin-key-16c",
+        "CHORUS_PEPPER": "pepper",
+    }
 
     def start(name: str) -> ChorusProcess:
         environment = composed(name, values | {"CHORUS_MODEL": str(tiny_llama), "CHORUS_WORKERS": "1"})

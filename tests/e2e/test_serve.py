@@ -184,12 +184,12 @@ def test_without_redis_server_state_is_in_memory(tiny_llama: Path, tmp_path: Pat
 
 def test_given_admin_key_is_not_written(tiny_llama: Path) -> None:
     """CHORUS_ADMIN_KEY counts, and is neither shown nor kept."""
-    with ChorusProcess("serve", str(tiny_llama), CHORUS_ADMIN_KEY="from-outside") as server:
+    with ChorusProcess("serve", str(tiny_llama), CHORUS_ADMIN_KEY="a-key-from-outside") as server:
         server.wait_ready()
         found = httpx.get(f"{server.url}/admin/v1/tenants", headers={"Authorization": "Bearer from-outside"})
 
         assert found.status_code == 200
-        assert "from-outside" not in server.output
+        assert "a-key-from-outside" not in server.output
         assert not (server.data_dir / "admin.key").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters.loader import NUM_FIELDS, OFFSET_A, OFFSET_B, RANK, UNIT, PackedAdapter
-from adapters.spec import LINEARS, AdapterRef, BaseShape
+from adapters.spec import LINEARS, MODULES, AdapterRef, BaseShape
 from engine.batch import build_batch
 from engine.kv_cache import KVCache
 from engine.lora import LoraBank
@@ -42,7 +42,7 @@ def step_of(parts: Rows[Part]) -> Step:
 def forward(model: Transformer, cache: KVCache, parts: Rows[Part], bank: LoraBank | None = None) -> list[Tensor]:
     """Logits of every position of every part, in the order of the parts."""
     batch = build_batch(step_of(parts), bank, cache.block_size)
-    logits = model.logits(model.forward(batch, cache))
+    logits = model.logits(model.forward(batch, cache), batch, torch.arange(batch.num_tokens))
     by_place = {}
     for start, length, table in zip(batch.starts_S, batch.lengths_S, batch.tables_SB, strict=True):
         by_place[int(table[0])] = logits[int(start) : int(start + length)]
@@ -58,7 +58,7 @@ def random_adapter(
 ) -> PackedAdapter:
     """Packs random A and B for each (layer, module) → rank, in the loader's layout."""
     draw = torch.Generator().manual_seed(seed)
-    directory = torch.zeros(shape.num_layers, len(LINEARS), NUM_FIELDS, dtype=torch.int64)
+    directory = torch.zeros(shape.num_layers + 1, len(MODULES), NUM_FIELDS, dtype=torch.int64)
     parts: list[Tensor] = []
     offset = 0
     for (layer, name), rank in ranks.items():

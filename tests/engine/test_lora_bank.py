@@ -44,9 +44,12 @@ def test_pairs_are_what_the_directory_says(has_arena: bool) -> None:
     pairs = {(layer, module): bank.pair(slot, layer, module) for layer in range(2) for module in range(len(LINEARS))}
 
     assert {key for key, pair in pairs.items() if pair is not None} == {(0, 0), (1, 6)}
-    a_HR, b_RO = pairs[0, 0] or pytest.fail("q_proj is missing")
+    a_HR, b_RO, gain_O, shift_O = pairs[0, 0] or pytest.fail("q_proj is missing")
+    assert a_HR is not None
+    assert b_RO is not None
     assert torch.equal(a_HR.t(), host.buffer[: 3 * 64].view(3, 64))
     assert torch.equal(b_RO, host.buffer[3 * 64 : 6 * 64].view(3, 64))
+    assert gain_O is shift_O is bank.extras(slot) is None
 
 
 @by_arena
@@ -165,7 +168,10 @@ def test_adapter_rows_equal_a_model_with_merged_weights(tiny_llama: Path, tmp_pa
     tensors = load_file(tiny_llama / "model.safetensors")
     for layer in range(2):
         for module, name in enumerate(LINEARS):
-            a_HR, b_RO = bank.pair(bank.slot("a"), layer, module) or pytest.fail("a module is missing")
+            part = bank.pair(bank.slot("a"), layer, module) or pytest.fail("a module is missing")
+            a_HR, b_RO = part[:2]
+            assert a_HR is not None
+            assert b_RO is not None
             tensors[f"model.layers.{layer}.{block_of(name)}.{name}.weight"] += (a_HR @ b_RO).t()
     save_file(tensors, tmp_path / "model.safetensors")
     tokens = list(range(5, 45))

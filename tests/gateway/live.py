@@ -17,6 +17,7 @@ from sqlalchemy import select
 from engine.protocol import Generate
 from engine.text import Tokenizer
 from gateway.app import create_app
+from gateway.http_guard import GuardedProtocol
 from gateway.settings import Settings
 from tenants.db import Database
 from tenants.models import AuditEntry
@@ -103,7 +104,15 @@ async def serve(model: Path, data_dir: Path, database_url: str, redis_url: str, 
     async with AsyncExitStack() as stack:
         live = Live(chosen, Tokenizer(model), stack)
         server = uvicorn.Server(
-            uvicorn.Config(create_app(chosen, live.engine), port=0, log_level="warning", ws="none", lifespan="on")
+            uvicorn.Config(
+                create_app(chosen, live.engine),
+                port=0,
+                http=GuardedProtocol,
+                log_level="error",
+                ws="none",
+                lifespan="on",
+                proxy_headers=False,
+            )
         )
         task = asyncio.create_task(server.serve())
         while not server.started:

@@ -250,7 +250,7 @@ async def test_every_route_declares_who_may_call_it() -> None:
         }
         assert scopes or route.path in PUBLIC, route.path
         if route.path.startswith(("/admin", "/metrics")):
-            assert scopes == {"admin"}, route.path
+            assert scopes & {"admin", "admin:keys"}, route.path
 
 
 @pytest.mark.parametrize(
@@ -370,6 +370,6 @@ async def test_much_of_nothing(server: Live, what: str) -> None:
         longest = max(longest, time.monotonic() - started)
 
     answer = await task
-    assert answer.status_code == 400, answer.text
+    assert answer.status_code in (400, 413), answer.text
     error_of(answer)
-    assert longest < 2.0, "the event loop stood still"
+    assert longest < 1.0, "the event loop stood still"

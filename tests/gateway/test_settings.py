@@ -94,10 +94,10 @@ def test_secrets_are_made_once_and_only_ours_to_read(tmp_path: Path) -> None:
 
 def test_given_secrets_are_not_kept(tmp_path: Path) -> None:
     """CHORUS_ADMIN_KEY and CHORUS_PEPPER come from outside and stay there."""
-    settings, is_new = with_secrets(Settings(data_dir=tmp_path, admin_key="a", pepper="p"))
+    settings, is_new = with_secrets(Settings(data_dir=tmp_path, admin_key="a" * 16, pepper="p"))
 
     assert not is_new
-    assert (settings.admin_key, settings.pepper) == ("a", "p")
+    assert (settings.admin_key, settings.pepper) == ("a" * 16, "p")
     assert not os.listdir(tmp_path)
 
 

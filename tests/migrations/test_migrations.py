@@ -22,9 +22,11 @@ from tenants.db import Base, Database
 
 TABLES = {
     "plans",
+    "admin_keys",
     "tenants",
     "api_keys",
     "usage_entries",
+    "usage_days",
     "audit_entries",
     "epoch_outbox",
     "adapters",

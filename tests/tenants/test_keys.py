@@ -64,10 +64,10 @@ def test_typo_is_rejected_by_form(position: int, letter: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["", "x", "chorus_live_", "sk-abc", "chorus_live_" + "a" * 16 + "_" + "b" * 43 + "_000000", "é" * 78, "\0"]
+    "key", ["", "x", "chorus_live_", "sk-abc", "chorus_live_" + "a" * 16 + "_" + "b" * 43 + "_000000", "chorus_é", "\0"]
 )
 async def test_malformed_key_needs_no_io(keys: KeyRing, database: Database, redis: Client, key: str) -> None:
-    """AU-01: garbage is refused before SQL or Redis are asked."""
+    """AU-01: garbage and typos are refused before SQL or Redis are asked."""
     await database.close()
     async with statements(database) as seen:
         with pytest.raises(InvalidKey):
