@@ -26,7 +26,7 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, admin_keys, engine, keys, plans, tenants, usage
+from gateway.admin import adapters, admin_keys, audit, engine, keys, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
@@ -43,6 +43,7 @@ from gateway.settings import Settings
 from gateway.state import State
 from gateway.upload import UploadGate
 from tenants.admin_keys import AdminKeyRing
+from tenants.audit import AuditLog
 from tenants.db import Database, StateUnavailable
 from tenants.directory import TenantDirectory
 from tenants.epochs import Epochs
@@ -80,7 +81,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 
 ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
-    plans.router, admin_keys.router, usage.router, engine.router, *adapters.routers,
+    plans.router, admin_keys.router, usage.router, usage.own_router, audit.router, engine.router, *adapters.routers,
 )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
         settings=settings, database=database, redis=redis, keys=KeyRing(database, redis, settings.pepper),
         admin_keys=AdminKeyRing(database, redis, Pepper.parse(settings.pepper), settings.admin_key),
         quotas=quotas, ledger=ledger, directory=TenantDirectory(database, epochs), plans=PlanBook(database, epochs),
-        registry=registry, store=store,
+        registry=registry, store=store, audit=AuditLog(database),
         shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
         conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
         uploads=UploadGate(),

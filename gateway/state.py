@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gateway.settings import Settings
     from gateway.upload import UploadGate
     from tenants.admin_keys import AdminKeyRing
+    from tenants.audit import AuditLog
     from tenants.db import Database
     from tenants.directory import TenantDirectory
     from tenants.keys import KeyRing
@@ -39,6 +40,7 @@ class State:
     ledger: UsageLedger
     directory: TenantDirectory
     plans: PlanBook
+    audit: AuditLog
     registry: AdapterRegistry
     store: AdapterStore
     shape: BaseShape

@@ -121,6 +121,23 @@ class UsageEntry(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
 
 
+class UsageDay(Base):
+    """Sums of the entries of one day, changed in the transactions that write entries. Corrections are no attempts."""
+
+    __tablename__ = "usage_days"
+
+    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    day: Mapped[date] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(128), primary_key=True)
+    status: Mapped[str] = mapped_column(String(16), primary_key=True)
+    attempts: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+
+
 class AuditEntry(Base):
     """One act of an administrator, written in the transaction that did it."""
 

@@ -1,4 +1,4 @@
-"""The usage ledger: one row per attempt, exactly once; and its sums. Knows no limits.
+"""The usage ledger: one row per attempt, exactly once; corrections; sums, kept per day. Knows no limits.
 
 An attempt is one try of one request at one engine. Its entry travels from the worker through a Redis stream to
 usage_entries (tenants.flusher). Writing it twice is harmless, and the entry of an attempt that its worker settled
@@ -7,21 +7,25 @@ replaces the one that an expired lease left, whichever comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime, time, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import bindparam, func, select, update
+from sqlalchemy import bindparam, case, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from tenants import audit
+from tenants.audit import Act, Actor
 from tenants.db import Database, now
-from tenants.models import ApiKey, UsageEntry
+from tenants.models import ApiKey, UsageDay, UsageEntry
 
 _LENGTHS = {"model": 256, "request_id": 512, "endpoint": 64, "user": 512}
-Status = Literal["ok", "error", "cancelled", "refused", "timeout", "expired"]
+Status = Literal["ok", "error", "cancelled", "refused", "timeout", "expired", "correction"]
 Group = Literal["day", "tenant", "key", "model", "adapter", "status", "user"]
 
 
@@ -79,6 +83,15 @@ class UsageQuery:
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """What a correction adds: negative numbers take away."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+
+@dataclass(frozen=True)
 class UsageSum:
     """Totals of one group; `group` has a value per name in group_by."""
 
@@ -90,9 +103,41 @@ class UsageSum:
 
 
 _COLUMNS = {
-    "day": UsageEntry.day, "tenant": UsageEntry.tenant_id, "key": UsageEntry.key_id, "model": UsageEntry.model,
-    "adapter": UsageEntry.adapter, "status": UsageEntry.status, "user": UsageEntry.user,
+    "day": "day", "tenant": "tenant_id", "key": "key_id", "model": "model", "adapter": "adapter", "status": "status",
+    "user": "user",
 }  # fmt: skip
+_SUMMED = ("prompt_tokens", "cached_tokens", "completion_tokens")
+_BATCH = 500
+CORRECTION = "correction"
+
+
+class DayChanges:
+    """What a transaction adds to the sums per day."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+
+    def add(self, row: Mapping[str, Any], sign: int = 1) -> None:
+        sums = self._sums[tuple(row[column.name] for column in _DAY_KEY)]
+        sums[0] += sign * (row["status"] != CORRECTION)
+        for index, name in enumerate(_SUMMED, start=1):
+            sums[index] += sign * row[name]
+
+    async def write(self, session: AsyncSession, insert: Any) -> None:
+        """In the order of the primary key, so that concurrent writers can't deadlock."""
+        names = [column.name for column in _DAY_KEY]
+        rows = [
+            {**dict(zip(names, group, strict=True)), "attempts": sums[0], **dict(zip(_SUMMED, sums[1:], strict=True))}
+            for group, sums in sorted(self._sums.items())
+            if any(sums)
+        ]
+        for start in range(0, len(rows), _BATCH):
+            statement = insert(UsageDay).values(rows[start : start + _BATCH])
+            added = {name: getattr(UsageDay, name) + statement.excluded[name] for name in ("attempts", *_SUMMED)}
+            await session.execute(statement.on_conflict_do_update(index_elements=names, set_=added))
+
+
+_DAY_KEY = tuple(UsageDay.__table__.primary_key)
 
 
 class UsageLedger:
@@ -106,20 +151,62 @@ class UsageLedger:
         rows = [_row(record) for record in sorted(records, key=lambda record: record.attempt_id)]
         if not rows:
             return
-        # Two classes with the same methods, one per dialect.
-        insert: Any = sqlite.insert(UsageEntry) if self._database.is_sqlite else postgresql.insert(UsageEntry)
-        replaced = {name: insert.excluded[name] for name in rows[0] if name != "attempt_id"}
-        statement = insert.on_conflict_do_update(
-            index_elements=["attempt_id"], set_=replaced,
-            where=(UsageEntry.status == "expired") & (insert.excluded.status != "expired"),
-        )  # fmt: skip
         async with self._database.begin() as session:
-            await session.execute(statement, rows)
+            changes = DayChanges()
+            for start in range(0, len(rows), _BATCH):
+                await self._add(session, rows[start : start + _BATCH], changes)
             await _note_use(session, rows)
+            await changes.write(session, self._insert)
+
+    @property
+    def _insert(self) -> Any:
+        """Two functions with the same methods, one per dialect."""
+        return sqlite.insert if self._database.is_sqlite else postgresql.insert
+
+    async def _add(self, session: AsyncSession, rows: list[dict[str, Any]], changes: DayChanges) -> None:
+        """An entry that is there already stays, unless it is what an expired lease left and this is the real one."""
+        last = {row["attempt_id"]: row for row in rows if row["status"] == "expired"}
+        last |= {row["attempt_id"]: row for row in rows if row["status"] != "expired"}
+        statement = self._insert(UsageEntry).values(list(last.values()))
+        statement = statement.on_conflict_do_nothing(index_elements=["attempt_id"]).returning(UsageEntry.attempt_id)
+        new = set(await session.scalars(statement))
+        for attempt_id in new:
+            changes.add(last[attempt_id])
+        better = [name for name, row in last.items() if name not in new and row["status"] != "expired"]
+        if not better:
+            return
+        wanted = select(UsageEntry).where(UsageEntry.attempt_id.in_(better), UsageEntry.status == "expired")
+        for entry in await session.scalars(wanted.order_by(UsageEntry.attempt_id).with_for_update()):
+            row = last[entry.attempt_id]
+            changes.add({name: getattr(entry, name) for name in row}, sign=-1)
+            changes.add(row)
+            for name, value in row.items():
+                setattr(entry, name, value)
+        await session.flush()
 
     async def get(self, attempt_id: str) -> UsageEntry | None:
         async with self._database.session() as session:
             return await session.get(UsageEntry, attempt_id)
+
+    async def correct(self, attempt_id: str, tokens: Tokens, reason: str, actor: Actor) -> UsageEntry | None:
+        """An entry beside that of the attempt, on its day: what is there never changes. None if there is none."""
+        async with self._database.begin() as session:
+            found = await session.get(UsageEntry, attempt_id)
+            if found is None or found.status == CORRECTION:
+                return None
+            record = UsageRecord(
+                attempt_id=f"correction-{secrets.token_hex(16)}", tenant_id=found.tenant_id, key_id=found.key_id,
+                model=found.model, adapter=found.adapter, adapter_version=found.adapter_version, user=found.user,
+                request_id=found.request_id, status="correction", prompt_tokens=tokens.prompt,
+                cached_tokens=tokens.cached, completion_tokens=tokens.completion, created_at=found.created_at,
+                tags={"corrects": attempt_id, "reason": reason},
+            )  # fmt: skip
+            changes = DayChanges()
+            await self._add(session, [_row(record.cleaned())], changes)
+            await changes.write(session, self._insert)
+            act = Act("usage.correct", found.tenant_id, attempt_id, after={**asdict(tokens), "reason": reason})
+            audit.append(session, actor, act)
+        return await self.get(record.attempt_id)
 
     async def page(
         self, query: UsageQuery, before: tuple[datetime, str] | None = None, limit: int = 100
@@ -136,13 +223,15 @@ class UsageLedger:
         return rows[:limit], len(rows) > limit
 
     async def sums(self, query: UsageQuery, group_by: Sequence[Group] = ()) -> list[UsageSum]:
-        """Totals per group, in the order of the groups; without groups exactly one."""
-        columns = [_COLUMNS[name] for name in group_by]
-        totals = [
-            func.count(), *(func.coalesce(func.sum(column), 0) for column in
-            (UsageEntry.prompt_tokens, UsageEntry.cached_tokens, UsageEntry.completion_tokens)),
-        ]  # fmt: skip
-        wanted = _where(select(*columns, *totals).group_by(*columns).order_by(*columns), query)
+        """Totals per group, in the order of the groups; without groups exactly one. From the sums per day, if the query
+        asks for whole days (UTC) and not by user; else from every entry."""
+        is_daily = "user" not in group_by and _is_whole_days(query)
+        table: Any = UsageDay if is_daily else UsageEntry
+        columns = [getattr(table, _COLUMNS[name]) for name in group_by]
+        attempts = UsageDay.attempts if is_daily else case((UsageEntry.status == CORRECTION, 0), else_=1)
+        numbers = (attempts, table.prompt_tokens, table.cached_tokens, table.completion_tokens)
+        totals = [func.coalesce(func.sum(number), 0) for number in numbers]
+        wanted = _where(select(*columns, *totals).group_by(*columns).order_by(*columns), query, table)
         async with self._database.session() as session:
             rows = list(await session.execute(wanted))
         size = len(group_by)
@@ -173,15 +262,25 @@ def _row(record: UsageRecord) -> dict[str, Any]:
     return {**values, "day": record.created_at.astimezone(UTC).date()}
 
 
-def _where(wanted: Any, query: UsageQuery) -> Any:
+def _is_whole_days(query: UsageQuery) -> bool:
+    midnight = time(tzinfo=UTC)
+    return all(moment is None or moment.astimezone(UTC).timetz() == midnight for moment in (query.start, query.end))
+
+
+def _where(wanted: Any, query: UsageQuery, table: Any = UsageEntry) -> Any:
+    at = UsageDay.day if table is UsageDay else UsageEntry.created_at
+    start, end = [
+        moment.astimezone(UTC).date() if moment is not None and table is UsageDay else moment
+        for moment in (query.start, query.end)
+    ]
     if query.tenant_id is not None:
-        wanted = wanted.where(UsageEntry.tenant_id == query.tenant_id)
+        wanted = wanted.where(table.tenant_id == query.tenant_id)
     if query.key_id is not None:
-        wanted = wanted.where(UsageEntry.key_id == query.key_id)
-    if query.start is not None:
-        wanted = wanted.where(UsageEntry.created_at >= query.start)
-    if query.end is not None:
-        wanted = wanted.where(UsageEntry.created_at < query.end)
+        wanted = wanted.where(table.key_id == query.key_id)
+    if start is not None:
+        wanted = wanted.where(at >= start)
+    if end is not None:
+        wanted = wanted.where(at < end)
     return wanted
 
 

@@ -1,4 +1,5 @@
-"""The commands, put together: `chorus serve · engine · gateway · demo · pull · migrate · tenants · keys · adapters`."""
+"""The commands, put together: `chorus serve · engine · gateway · demo · pull · migrate · tenants · keys · adapters ·
+usage`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import typer
 
 from engine.config import ConfigError
 from gateway.child import EX_CONFIG
-from gateway.cli import adapters, demo, health, serve, setup, tenants
+from gateway.cli import adapters, demo, health, serve, setup, tenants, usage
 from gateway.cli.rest import RestError
 from gateway.processes import ChildFailed
 
@@ -28,6 +29,7 @@ app.command("health")(health.health)
 app.add_typer(tenants.tenants, name="tenants")
 app.add_typer(tenants.keys, name="keys")
 app.add_typer(adapters.adapters, name="adapters")
+app.add_typer(usage.usage, name="usage")
 
 
 def _show_version(wanted: bool) -> None:

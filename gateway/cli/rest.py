@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -53,6 +53,20 @@ class Rest:
             if not page.get("has_more") or not page["data"]:
                 return rows
             query = {"after": str(page.get("last_id") or page["data"][-1]["id"])}
+
+    def download(self, path: str, query: dict[str, Any], file: IO[bytes]) -> None:
+        """Writes the body to the file as it comes."""
+        try:
+            with httpx.stream(
+                "GET", f"{self.url}/admin/v1/{path}", params=query, headers=self._headers, timeout=TIMEOUT
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                    raise RestError(_reason(response), response.status_code)
+                for data in response.iter_bytes():
+                    file.write(data)
+        except httpx.HTTPError as error:
+            raise RestError(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
 
     def upload(self, method: str, path: str, directory: Path, **content: Any) -> dict[str, Any]:
         """Sends the two files of an adapter, streamed from the disk; shards are put together first."""

@@ -26,6 +26,7 @@ TABLES = {
     "tenants",
     "api_keys",
     "usage_entries",
+    "usage_days",
     "audit_entries",
     "epoch_outbox",
     "adapters",

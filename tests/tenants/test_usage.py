@@ -18,8 +18,9 @@ from tenants.quotas import Quotas
 from tenants.slots import ACTIVE, TenantSlot
 from tenants.state import Client, RedisUnavailable, connect
 from tenants.upkeep import Upkeep
-from tenants.usage import UsageLedger, UsageQuery, UsageRecord
+from tenants.usage import Tokens, UsageLedger, UsageQuery, UsageRecord
 from tests.services import RedisServer
+from tests.tenants.conftest import ADMIN
 from tests.tenants.worker import attempt, prepare, principal
 
 DAY = datetime(2026, 3, 1, 23, 59, tzinfo=UTC)
@@ -288,3 +289,26 @@ async def test_upkeep_does_it_all(database: Database, redis: Client, ledger: Usa
     assert [(row.status, row.prompt_tokens, row.completion_tokens) for row in rows.values() if row] == [
         ("expired", 5, 0), ("ok", 1, 2)
     ]  # fmt: skip
+
+
+async def test_sums_per_day_are_those_of_the_entries(ledger: UsageLedger) -> None:
+    """Whatever comes twice, late, or in place of what an expired lease left: sums per day equal sums over entries."""
+    records = [
+        done(f"a{number}", tenant_id=f"t{number % 3}", model=f"m{number % 2}", created_at=DAY + timedelta(hours=number))
+        for number in range(40)
+    ]
+    expired = [msgspec.structs.replace(record, status="expired", completion_tokens=1) for record in records[::4]]
+    await asyncio.gather(
+        ledger.add(records[:25]), ledger.add(expired), ledger.add(records[10:]), ledger.add([*expired, *records])
+    )
+    await ledger.correct("a7", Tokens(completion=-4), "why not", ADMIN)
+
+    for groups in ((), ("day",), ("tenant", "model"), ("day", "key", "status"), ("adapter",)):
+        quick = await ledger.sums(UsageQuery(), groups)
+        slow = await ledger.sums(UsageQuery(start=DAY - timedelta(days=1)), groups)
+        assert [found for found in quick if found.attempts or found.completion_tokens] == slow
+    (total,) = await ledger.sums(UsageQuery())
+    assert (total.attempts, total.prompt_tokens, total.completion_tokens) == (40, 120, 156)
+    midnight = datetime(2026, 3, 2, tzinfo=UTC)
+    (day,) = await ledger.sums(UsageQuery(start=midnight, end=midnight + timedelta(days=1)))
+    assert day.attempts == 24
