@@ -120,7 +120,7 @@ def child(*command: str, fds: tuple[int, ...] = (), **environment: str) -> Itera
 async def answers(port: int, path: str, key: str = "none") -> None:
     """Returns when the server does."""
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
-        for _ in range(600):
+        for _ in range(1800):
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"http://127.0.0.1:{port}{path}")).status_code == 200:
                     return

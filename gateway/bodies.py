@@ -28,6 +28,8 @@ ESCAPED = 6
 BODY_S = 60.0
 PARSE_SPEED = 32
 """So much faster is reading JSON than making tokens of a text: what is large goes to the same few threads."""
+LENIENT = "chorus.lenient"
+"""Whether what nobody knows is left out; where the scope does not say, the caller's tenant decides."""
 IGNORED = "chorus.ignored"
 """Where the ASGI scope carries the names of fields that were left out."""
 MIN_BRACKETS = 20_000
@@ -189,7 +191,7 @@ def body_as(request: Request, kind: type[Body]) -> Body:
     value = request.scope.get(PARSED)
     if value is None:
         raise bad_request("The request body is empty; it must be a JSON object.", code=None)
-    if not getattr(request.scope.get(CALLER), "ignores_unknown", False):
+    if not request.scope.get(LENIENT, getattr(request.scope.get(CALLER), "ignores_unknown", False)):
         return kind.model_validate(value)
     return _known(request, value, kind)
 
@@ -206,6 +208,11 @@ def _known(request: Request, value: Any, kind: type[Body]) -> Body:
         _remove(value, location)
     request.scope[IGNORED] = sorted({json_path(location) or "?" for location in unknown})
     return kind.model_validate(value)
+
+
+def has_unknown(error: ValidationError) -> bool:
+    """Is there a field that nobody knows among what is wrong?"""
+    return any(detail["type"] == "extra_forbidden" for detail in error.errors())
 
 
 def _remove(value: Any, location: tuple[int | str, ...]) -> None:

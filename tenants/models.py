@@ -33,7 +33,6 @@ class Tenant(Base):
     __table_args__ = (
         CheckConstraint("weight > 0", name="weight"),
         CheckConstraint("priority IN ('interactive', 'standard', 'batch')", name="priority"),
-        CheckConstraint("unknown_fields IN ('reject', 'warn')", name="unknown_fields"),
     )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)

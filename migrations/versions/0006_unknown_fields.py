@@ -10,12 +10,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    with op.batch_alter_table("tenants") as table:
-        table.add_column(sa.Column("unknown_fields", sa.String(8), nullable=False, server_default="reject"))
-        table.create_check_constraint(op.f("ck_tenants_unknown_fields"), "unknown_fields IN ('reject', 'warn')")
+    op.add_column("tenants", sa.Column("unknown_fields", sa.String(8), nullable=False, server_default="reject"))
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("tenants") as table:
-        table.drop_constraint(op.f("ck_tenants_unknown_fields"), type_="check")
-        table.drop_column("unknown_fields")
+    op.execute("ALTER TABLE tenants DROP COLUMN unknown_fields")

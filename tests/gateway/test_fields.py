@@ -79,5 +79,7 @@ async def test_unknown_fields_are_named_or_refused(live: Live) -> None:
     assert "x-chorus-ignored" not in (await client.post("/v1/responses", json={"model": "tiny", "input": "a"})).headers
     for fields in ({"tools": [{"type": "function"}]}, {"temperature": 9, "zzz": 1}, {"messages": 5, "zzz": 1}):
         assert (await client.post("/v1/chat/completions", json={**body, **fields})).status_code == 400
+    await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "reject"})
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
     assert (await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "drop"})).status_code == 400
     assert (await admin.patch("/admin/v1/tenants/acme", json={"zzz": 1})).status_code == 400
