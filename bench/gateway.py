@@ -100,7 +100,7 @@ def work(settings: Settings, listen_fd: int, delay_s: float) -> None:
 
     model = ModelConfig.from_dir(settings.model_dir)
     engine: Engine = Instant(model.vocab_size, model.max_position, delay_s)  # type: ignore[assignment]
-    serve(create_app(settings, engine), settings, listen_fd, beat)
+    serve(create_app(settings, engine), settings, [listen_fd], beat)
 
 
 @contextlib.contextmanager
