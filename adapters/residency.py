@@ -1,8 +1,6 @@
 """ResidencyCache: which adapters lie in device memory. Pinned ones stay; the least recently used others give way.
 Numbers and digests only: no tensors, names or database.
 
-    absent → queued → loading → host → resident
-
 One thread, the engine's step loop, calls everything; what the fetch threads have read is taken up by `poll`.
 """
 
@@ -10,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from adapters.fetcher import Fetcher, HostAdapter, Outcome
 from adapters.spec import AdapterRef, AdapterTooLarge
+from adapters.staging import Entry, Staging, State
 
 
 class Bank(Protocol):
@@ -25,37 +23,6 @@ class Bank(Protocol):
     def place(self, digest: str, host: Any) -> None: ...
     def read(self, digest: str) -> HostAdapter: ...
     def evict(self, digest: str) -> None: ...
-
-
-class State(Enum):
-    QUEUED = "queued"
-    LOADING = "loading"
-    HOST = "host"
-    RESIDENT = "resident"
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """demand   (class, ticket) while somebody waits for it: then it is pinned as soon as it is resident
-    pins        running sequences
-    holders     requests between their first admission and their end: when it has to leave the device, it is kept on
-                the host for them, so that they end on the weights that they began with
-    is_doomed   to be forgotten as soon as nobody uses it
-    """
-
-    ref: AdapterRef
-    size: int
-    state: State = State.QUEUED
-    host: HostAdapter | None = None
-    pins: int = 0
-    holders: int = 0
-    demand: tuple[int, int] | None = None
-    is_doomed: bool = False
-    started_at: float = 0.0
-
-    @property
-    def is_pinned(self) -> bool:
-        return self.pins > 0 or self.demand is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +40,7 @@ class ResidencyCache:
     fetch          reads and packs one adapter; AdapterError = bad content, OSError = try again. Runs in threads
     budget_bytes   of the bank; resident sizes never sum to more
     staging_bytes  of adapters loading, or loaded and waiting for room; one is always allowed
+    keep_bytes     of adapters that `keep` may hold in the bank
     """
 
     def __init__(
@@ -82,23 +50,25 @@ class ResidencyCache:
         budget_bytes: int,
         num_threads: int = 2,
         staging_bytes: int | None = None,
+        keep_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.keep_bytes = keep_bytes
         self.used_bytes = 0
         self.num_loads = 0
         self.num_evictions = 0
         self.place_s = 0.0
-        self._staging_bytes = budget_bytes // 4 if staging_bytes is None else staging_bytes
-        self._staged_bytes = 0
         self._idle_bytes = 0
-        self._num_demands = 0
         self._bank = bank
-        self._fetcher = Fetcher(fetch, num_threads)
-        self._entries: dict[str, _Entry] = {}
-        self._idle: OrderedDict[str, _Entry] = OrderedDict()  # resident and not pinned, least recently used first
-        self._spare: OrderedDict[str, _Entry] = OrderedDict()  # on the host and nobody's, oldest first
-        self._wanted: OrderedDict[str, _Entry] = OrderedDict()  # queued without demand, by arrival
-        self._demanded: dict[str, _Entry] = {}  # not resident, with demand: as few as the scheduler allows
+        self._entries: dict[str, Entry] = {}
+        self._idle: OrderedDict[str, Entry] = OrderedDict()  # resident and not pinned, least recently used first
+        self._kept: dict[str, Entry] = {}
+        staging_bytes = budget_bytes // 4 if staging_bytes is None else staging_bytes
+        self._staging = Staging(Fetcher(fetch, num_threads), self._entries, staging_bytes)
+
+    @property
+    def _fetcher(self) -> Fetcher:
+        return self._staging.fetcher
 
     @property
     def is_loading(self) -> bool:
@@ -107,7 +77,7 @@ class ResidencyCache:
     @property
     def host_bytes(self) -> int:
         """Of adapters that load, or lie ready, on the host."""
-        return self._staged_bytes
+        return self._staging.staged_bytes
 
     @property
     def read_s(self) -> float:
@@ -117,19 +87,19 @@ class ResidencyCache:
     @property
     def shortage(self) -> tuple[int, int] | None:
         """The first demand, (class, ticket), whose adapter is loaded and waits for room; None if none does."""
-        entry = self._first_demanded(State.HOST)
+        entry = self._staging.first(State.HOST)
         return None if entry is None else entry.demand
 
     @property
     def shortage_bytes(self) -> int:
         """How many more bytes would have to be unpinned for it."""
-        entry = self._first_demanded(State.HOST)
+        entry = self._staging.first(State.HOST)
         return 0 if entry is None else self.used_bytes - self._idle_bytes + entry.size - self.budget_bytes
 
     def unpinned_bytes(self, digest: str, num_pins: int) -> int:
         """What there would be to evict if `num_pins` running sequences released it."""
         entry = self._entries[digest]
-        return entry.size if entry.pins == num_pins and entry.demand is None else 0
+        return entry.size if entry.pins == num_pins and entry.demand is None and not entry.is_kept else 0
 
     def tier(self, digest: str) -> str:
         """Where it lies: "resident", "host" or "disk"."""
@@ -155,7 +125,7 @@ class ResidencyCache:
     def loading_since(self, digest: str, now: float) -> float:
         """When the load of a demanded adapter began; `now` while it waits for memory; 0 while it waits for a thread."""
         entry = self._entries[digest]
-        if entry.state is State.HOST or (entry.state is State.QUEUED and not self._can_stage(entry.size)):
+        if entry.state is State.HOST or (entry.state is State.QUEUED and not self._staging.can_stage(entry.size)):
             return now
         return entry.started_at
 
@@ -164,20 +134,35 @@ class ResidencyCache:
         known, and will be read for this one."""
         entry = self._entries.get(ref.digest)
         if entry is None:
-            self._wanted[ref.digest] = self._enter(ref)
-            self._start_loads(now)
+            self._staging.want(self._enter(ref), now)
             return True
         entry.is_doomed = False
-        for order in (self._idle, self._spare):
-            if ref.digest in order:
-                order.move_to_end(ref.digest)
+        if ref.digest in self._idle:
+            self._idle.move_to_end(ref.digest)
+        self._staging.touch(entry)
         return False
 
-    def hasten(self, digest: str, priority: int) -> None:
-        """Whoever waits for it belongs to this class now."""
-        entry = self._entries[digest]
-        if entry.demand is not None and priority < entry.demand[0]:
-            entry.demand = priority, entry.demand[1]
+    def keep(self, refs: Iterable[AdapterRef], now: float) -> None:
+        """These and no others are to stay in the bank, as far as `keep_bytes` allows, and are read if they are absent.
+        To be told again: one whose load has failed is then tried again."""
+        wanted = {ref.digest: ref for ref in refs}
+        for digest in [digest for digest in self._kept if digest not in wanted]:
+            self._unkeep(digest)
+        room = self.keep_bytes - sum(entry.size for entry in self._kept.values())
+        for digest, ref in wanted.items():
+            if digest in self._kept or self._fetcher.failure(digest, now) is not None:
+                continue
+            entry = self._entries.get(digest)
+            size = ref.size_bytes if entry is None else entry.size
+            if size > room:
+                continue
+            room -= size
+            if entry is None:
+                entry = self._enter(ref)
+                self._staging.want(entry, now)
+            entry.is_kept, entry.is_doomed = True, False
+            self._kept[digest] = entry
+            self._take_from_idle(entry)
 
     def acquire(self, ref: AdapterRef, now: float, priority: int = 1, may_wait: bool = True) -> bool:
         """True: resident, and pinned until `release`. False: not now; with `may_wait` it is demanded, that is loaded,
@@ -196,13 +181,15 @@ class ResidencyCache:
             self._take_from_idle(entry)
             entry.pins += 1
             return True
-        if may_wait and (entry.demand is None or priority < entry.demand[0]):
-            self._num_demands += 1
-            entry.demand = (priority, self._num_demands)
-            self._demanded[ref.digest] = entry
-            self._wanted.pop(ref.digest, None)
-            self._spare.pop(ref.digest, None)
+        if may_wait:
+            self._staging.demand(entry, priority)
         return False
+
+    def hasten(self, digest: str, priority: int) -> None:
+        """Whoever waits for it belongs to this class now."""
+        entry = self._entries[digest]
+        if entry.demand is not None and priority < entry.demand[0]:
+            entry.demand = priority, entry.demand[1]
 
     def pin(self, digest: str) -> None:
         """One more running sequence of what is pinned already."""
@@ -222,13 +209,11 @@ class ResidencyCache:
         if entry is None or entry.demand is None:
             return
         entry.demand = None
-        self._demanded.pop(digest, None)
+        self._staging.demanded.pop(digest, None)
         if entry.state is State.RESIDENT:
             self._after_unpin(entry)
         elif not self._drop_if_doomed(entry):
-            if entry.state is State.QUEUED:
-                self._wanted[digest] = entry
-            self._spare_if_free(entry)
+            self._staging.withdraw(entry)
 
     def hold(self, digest: str) -> None:
         """A request that has just acquired it was admitted: until `drop` it does not leave memory altogether."""
@@ -239,8 +224,9 @@ class ResidencyCache:
         entry = self._entries[digest]
         entry.holders -= 1
         assert entry.holders >= 0
-        if not self._drop_if_doomed(entry):
-            self._spare_if_free(entry)
+        if entry.holders == 0:
+            self._staging.let_go(entry)
+        self._drop_if_doomed(entry)
 
     def evict(self, digest: str) -> None:
         """No new request will ask for it: gone as soon as nobody uses it."""
@@ -254,12 +240,15 @@ class ResidencyCache:
         news = []
         for digest, outcome in self._fetcher.poll(now):
             error = self._finish(self._entries[digest], outcome, now)
-            if error is not None and self._demanded.pop(digest, None) is not None:
+            if error is not None and self._staging.demanded.pop(digest, None) is not None:
                 news.append(Loaded(digest, error))
-        while (entry := self._first_demanded(State.HOST)) is not None and self._make_room(entry.size):
+        while (entry := self._staging.first(State.HOST)) is not None and self._make_room(entry.size):
             self._place(entry)
             news.append(Loaded(entry.ref.digest))
-        self._start_loads(now)
+        for entry in self._kept.values():
+            if entry.state is State.HOST and self.shortage is None and self._make_room(entry.size):
+                self._place(entry)
+        self._staging.start_loads(now)
         return news
 
     def wait(self, timeout_s: float) -> bool:
@@ -269,56 +258,42 @@ class ResidencyCache:
     def close(self) -> None:
         self._fetcher.close()
 
-    def _enter(self, ref: AdapterRef) -> _Entry:
-        entry = self._entries[ref.digest] = _Entry(ref, ref.size_bytes)
+    def _enter(self, ref: AdapterRef) -> Entry:
+        entry = self._entries[ref.digest] = Entry(ref, ref.size_bytes)
         return entry
 
-    def _first_demanded(self, state: State) -> _Entry | None:
-        entries = [entry for entry in self._demanded.values() if entry.state is state]
-        return min(entries, key=lambda entry: entry.demand or (0, 0)) if entries else None
-
-    def _start_loads(self, now: float) -> None:
-        while self._fetcher.is_free and (entry := self._next_to_load()) is not None:
-            self._wanted.pop(entry.ref.digest, None)
-            entry.state, entry.started_at = State.LOADING, now
-            self._staged_bytes += entry.size
-            self._fetcher.submit(entry.ref)
-
-    def _next_to_load(self) -> _Entry | None:
-        """What is demanded first, also in place of what only lies ready; then what was prefetched first."""
-        entry = self._first_demanded(State.QUEUED)
-        if entry is None:
-            entry = next(iter(self._wanted.values()), None)
-        else:
-            while not self._can_stage(entry.size) and self._spare:
-                self._remove(next(iter(self._spare.values())))
-        return entry if entry is not None and self._can_stage(entry.size) else None
-
-    def _can_stage(self, size: int) -> bool:
-        return self._staged_bytes == 0 or self._staged_bytes + size <= self._staging_bytes
-
-    def _finish(self, entry: _Entry, outcome: Outcome, now: float) -> Exception | None:
+    def _finish(self, entry: Entry, outcome: Outcome, now: float) -> Exception | None:
         """From loading to host, and on if there is room; or forgotten, with the reason."""
-        self._staged_bytes -= entry.size
-        entry.state = State.QUEUED
         if not isinstance(outcome, Exception) and outcome.size_bytes > self.budget_bytes:
             too_large = self._too_large(outcome.size_bytes)
             self._fetcher.remember(entry.ref.digest, too_large, now)
             outcome = too_large
         if isinstance(outcome, Exception):
-            self._remove(entry)
+            self._kept.pop(entry.ref.digest, None)
+            self._staging.fail(entry)
             return outcome
         self.num_loads += 1
-        entry.state, entry.host, entry.size = State.HOST, outcome, outcome.size_bytes
-        self._staged_bytes += entry.size
-        if not self._drop_if_doomed(entry):
-            self._spare_if_free(entry)
-            if entry.demand is None and self.used_bytes + entry.size <= self.budget_bytes:
-                self._place(entry)
+        self._staging.arrive(entry, outcome)
+        if sum(one.size for one in self._kept.values()) > self.keep_bytes and entry.is_kept:
+            self._unkeep(entry.ref.digest)  # it is larger than it was said to be
+        elif (
+            not self._drop_if_doomed(entry)
+            and entry.demand is None
+            and self.used_bytes + entry.size <= self.budget_bytes
+        ):
+            self._place(entry)
         return None
 
     def _too_large(self, size: int) -> AdapterTooLarge:
         return AdapterTooLarge("adapter_too_large", f"takes {size} bytes of {self.budget_bytes} of adapter memory")
+
+    def _unkeep(self, digest: str) -> None:
+        entry = self._kept.pop(digest)
+        entry.is_kept = False
+        if entry.state is State.RESIDENT:
+            self._after_unpin(entry)
+        elif not self._drop_if_doomed(entry):
+            self._staging.spare(entry)
 
     def _make_room(self, size: int) -> bool:
         """Evicts the least recently used idle adapters until `size` fits; False, and nothing evicted, if it can't."""
@@ -328,62 +303,43 @@ class ResidencyCache:
             self._leave_bank(next(iter(self._idle.values())))
         return True
 
-    def _place(self, entry: _Entry) -> None:
+    def _place(self, entry: Entry) -> None:
         """From host to resident; idle unless somebody waits for it."""
-        digest = entry.ref.digest
         start = time.perf_counter()
-        self._bank.place(digest, entry.host)
+        self._bank.place(entry.ref.digest, entry.host)
         self.place_s += time.perf_counter() - start
-        entry.state, entry.host = State.RESIDENT, None
-        self._staged_bytes -= entry.size
+        self._staging.leave(entry)
         self.used_bytes += entry.size
-        self._spare.pop(digest, None)
-        self._demanded.pop(digest, None)
         self._after_unpin(entry)
 
-    def _leave_bank(self, entry: _Entry) -> None:
+    def _leave_bank(self, entry: Entry) -> None:
         """From resident to host if a request holds it, else gone."""
         digest = entry.ref.digest
-        if entry.holders:
-            entry.host = self._bank.read(digest)
+        host = self._bank.read(digest) if entry.holders else None
         self._bank.evict(digest)
         self._take_from_idle(entry)
         self.used_bytes -= entry.size
         self.num_evictions += 1
-        if entry.holders:
-            entry.state = State.HOST
-            self._staged_bytes += entry.size
+        if host is not None:
+            self._staging.take_back(entry, host)
         else:
             del self._entries[digest]
 
-    def _take_from_idle(self, entry: _Entry) -> None:
+    def _take_from_idle(self, entry: Entry) -> None:
         if self._idle.pop(entry.ref.digest, None) is not None:
             self._idle_bytes -= entry.size
 
-    def _after_unpin(self, entry: _Entry) -> None:
+    def _after_unpin(self, entry: Entry) -> None:
         if not entry.is_pinned:
             self._idle[entry.ref.digest] = entry
             self._idle_bytes += entry.size
             self._drop_if_doomed(entry)
 
-    def _spare_if_free(self, entry: _Entry) -> None:
-        if entry.state is State.HOST and entry.demand is None and not entry.holders:
-            self._spare[entry.ref.digest] = entry
-
-    def _drop_if_doomed(self, entry: _Entry) -> bool:
+    def _drop_if_doomed(self, entry: Entry) -> bool:
         if not entry.is_doomed or entry.is_pinned or entry.holders or entry.state is State.LOADING:
             return False
         if entry.state is State.RESIDENT:
             self._leave_bank(entry)
         else:
-            self._remove(entry)
+            self._staging.forget(entry)
         return True
-
-    def _remove(self, entry: _Entry) -> None:
-        """Forgets an entry that is neither resident nor loading."""
-        digest = entry.ref.digest
-        if entry.state is State.HOST:
-            self._staged_bytes -= entry.size
-        self._spare.pop(digest, None)
-        self._wanted.pop(digest, None)
-        del self._entries[digest]

@@ -20,7 +20,7 @@ from engine.intake import SchedulerConfig
 from engine.kv_cache import KVCache
 from engine.lanes import Lanes
 from engine.lora import LoraBank
-from engine.memory_plan import MemoryPlan, plan_memory
+from engine.memory_plan import MemoryPlan, adapter_bytes, plan_memory
 from engine.model.base_weights import ModelBase
 from engine.model.config import ModelConfig
 from engine.model.weights import load_model
@@ -45,11 +45,14 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     shape = model_config.base_shape()
     bank = LoraBank(shape, plan.adapter_bytes, ops.adapter_dtype, plan.device)
     runner = ModelRunner(model, cache, bank, Sampler(model_config.eos_token_ids), plan.device)
-    residency = ResidencyCache(bank, _fetch(config, shape, ops.adapter_dtype, ModelBase(model)), plan.adapter_bytes)
+    largest = adapter_bytes(model_config, config.max_lora_rank, ops.adapter_dtype.itemsize)
+    keep_bytes = max(0, plan.adapter_bytes - largest)
+    fetch = _fetch(config, shape, ops.adapter_dtype, ModelBase(model))
+    residency = ResidencyCache(bank, fetch, plan.adapter_bytes, keep_bytes=keep_bytes)
     pool = BlockPool(plan.num_blocks, plan.block_size, config.enable_prefix_caching)
     lanes = Lanes(config.max_waiting_per_lane, slack=float(config.max_batched_tokens))
     scheduler = Scheduler(_scheduler_config(config, model_config, plan), pool, residency, lanes)
-    return EngineCore(scheduler, runner, residency, pool), _ready(config, model_config, plan)
+    return EngineCore(scheduler, runner, residency, pool), _ready(config, model_config, plan, keep_bytes)
 
 
 def _fetch(
@@ -82,7 +85,7 @@ def _scheduler_config(config: EngineConfig, model: ModelConfig, plan: MemoryPlan
     )
 
 
-def _ready(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Ready:
+def _ready(config: EngineConfig, model: ModelConfig, plan: MemoryPlan, keep_bytes: int) -> Ready:
     return Ready(
         boot_id=secrets.token_hex(8),
         model=model.name,
@@ -95,6 +98,7 @@ def _ready(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> Ready:
         max_num_seqs=config.max_num_seqs,
         max_lora_rank=config.max_lora_rank,
         adapter_memory_bytes=plan.adapter_bytes,
+        pin_memory_bytes=keep_bytes,
         dtype=_name(plan.dtype),
         device=plan.device,
     )

@@ -27,6 +27,7 @@ from engine.protocol import (
     FromEngine,
     Generate,
     Hello,
+    Keep,
     Ping,
     Pong,
     Ready,
@@ -103,6 +104,9 @@ class Engine(Protocol):
 
     async def warm(self, adapter: AdapterRef) -> None: ...
     async def evict(self, digest: str) -> None: ...
+    async def keep(self, adapters: list[AdapterRef]) -> None:
+        """These and no others are to stay in adapter memory."""
+        ...
 
 
 class EngineClient:
@@ -187,6 +191,10 @@ class EngineClient:
     async def evict(self, digest: str) -> None:
         if self.ready is not None:
             self._send(Evict(digest))
+
+    async def keep(self, adapters: list[AdapterRef]) -> None:
+        if self.ready is not None:
+            self._send(Keep(adapters))
 
     def abort(self, request_id: str) -> None:
         """Forget the request, and have the engine forget it. Never raises: an engine that is away has forgotten."""

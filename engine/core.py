@@ -74,6 +74,10 @@ class EngineCore:
         """Frees the adapter as soon as no request uses it."""
         self._residency.evict(digest)
 
+    def keep(self, refs: list[AdapterRef]) -> None:
+        """These adapters and no others are to stay in memory, as far as pins may."""
+        self._residency.keep(refs, self._clock())
+
     def wait(self, timeout_s: float) -> None:
         """Sleeps until an adapter has loaded or the time is over. At once if there is something to run."""
         if not self.can_run:

@@ -2,7 +2,7 @@
 
 Ids, lanes and digests only: no text, tenant, adapter name or HTTP is known on either side of this file. No torch.
 
-Worker → engine: Hello Generate Abort Warm Evict Ping.  Engine → worker: Ready Accepted Failed Chunks Stats Pong.
+Worker → engine: Hello Generate Abort Warm Evict Keep Ping.  Engine → worker: Ready Accepted Failed Chunks Stats Pong.
 
     EngineError            anything that an engine answers instead of tokens; has .code, .message, .retry_after_s
     ├── Refused            before the first chunk: nothing was generated, nothing is billed
@@ -85,6 +85,13 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
     digest: str
 
 
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """These adapters and no others are to stay in adapter memory. Said again and again: what was said before, or to an
+    engine that has restarted, does not count."""
+
+    adapters: list[AdapterRef]
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A worker introduces itself; `boot_id` is new at every start of the worker."""
 
@@ -109,6 +116,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_num_seqs: int
     max_lora_rank: int
     adapter_memory_bytes: int
+    pin_memory_bytes: int  # of it, what Keep may hold: room for the largest allowed adapter is left
     dtype: str
     device: str
 
@@ -228,7 +236,7 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     pass
 
 
-ToEngine = Hello | Generate | Abort | Warm | Evict | Ping
+ToEngine = Hello | Generate | Abort | Warm | Evict | Keep | Ping
 FromEngine = Ready | Accepted | Failed | Chunks | Stats | Pong
 
 

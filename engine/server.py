@@ -38,6 +38,7 @@ from engine.protocol import (
     FromEngine,
     Generate,
     Hello,
+    Keep,
     Ping,
     Pong,
     Ready,
@@ -254,6 +255,8 @@ class Server:
                 self.core.warm(adapter)
             case Evict(digest=digest):
                 self.core.evict(digest)
+            case Keep(adapters=adapters):
+                self.core.keep(adapters)
 
     def _add(self, worker: bytes, request: Generate) -> None:
         try:

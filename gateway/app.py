@@ -26,7 +26,7 @@ from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, admin_keys, audit, engine, keys, plans, tenants, usage
+from gateway.admin import adapters, admin_keys, audit, engine, keys, pins, plans, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
@@ -37,6 +37,7 @@ from gateway.inference import Inference
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
 from gateway.openapi import Gateway
+from gateway.pins import Pins
 from gateway.prompts import PromptEncoder
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
@@ -82,6 +83,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
     plans.router, admin_keys.router, usage.router, usage.own_router, audit.router, engine.router, *adapters.routers,
+    *pins.routers,
 )  # fmt: skip
 
 
@@ -133,7 +135,7 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
         registry=registry, store=store, audit=AuditLog(database),
         shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
         conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
-        uploads=UploadGate(),
+        uploads=UploadGate(), pins=await stack.enter_async_context(Pins(redis, registry, replicas)),
     )  # fmt: skip
 
 

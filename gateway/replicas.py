@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from adapters.spec import AdapterRef
 from engine.client import Engine
@@ -38,6 +39,13 @@ class ReplicaSet:
         for engine in self.engines:
             if engine.ready is not None:
                 await engine.evict(digest)
+
+    async def keep(self, adapters: list[AdapterRef]) -> None:
+        """Every engine that answers is to have these in memory, and to keep no others."""
+        for engine in self.engines:
+            if engine.ready is not None:
+                with suppress(Unavailable):
+                    await engine.keep(adapters)
 
 
 def _has(engine: Engine, adapter: AdapterRef | None) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gateway.conversations import ConversationStore
     from gateway.inference import Inference
     from gateway.metrics import Metrics
+    from gateway.pins import Pins
     from gateway.replicas import ReplicaSet
     from gateway.settings import Settings
     from gateway.upload import UploadGate
@@ -45,6 +46,7 @@ class State:
     store: AdapterStore
     shape: BaseShape
     replicas: ReplicaSet
+    pins: Pins
     tokenizer: Tokenizer
     inference: Inference
     conversations: ConversationStore

@@ -16,7 +16,7 @@ from engine.step import Sampled, Step
 READY = Ready(
     boot_id="boot", model="tiny", fingerprint="f", max_model_len=512, vocab_size=512, eos_token_ids=[2],
     block_size=16, num_blocks=64, max_num_seqs=8, max_lora_rank=64, adapter_memory_bytes=1 << 20,
-    dtype="float32", device="cpu",
+    pin_memory_bytes=1 << 19, dtype="float32", device="cpu",
 )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ class FakeEngine:
         self.generations: list[FakeGeneration] = []
         self.warmed: list[AdapterRef] = []
         self.evicted: list[str] = []
+        self.kept: list[AdapterRef] = []
         self.error: EngineError | None = None
         self.fail_after: int | None = None
         self._reply = reply
@@ -85,6 +86,9 @@ class FakeEngine:
 
     async def evict(self, digest: str) -> None:
         self.evicted.append(digest)
+
+    async def keep(self, adapters: list[AdapterRef]) -> None:
+        self.kept = adapters
 
 
 class FakeRunner:

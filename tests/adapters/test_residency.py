@@ -20,14 +20,16 @@ A, B, C, D, E = (adapter(index) for index in range(5))
 class Shelf:
     """A cache for `slots` adapters, with a disk under the test's hand."""
 
-    def __init__(self, slots: int = 2, delay: int = 0, staging: int | None = None) -> None:
+    def __init__(self, slots: int = 2, delay: int = 0, staging: int | None = None, kept: int = 0) -> None:
         self.now = 0.0
         self.bank = FakeBank(slots * ADAPTER_BYTES)
         self.reads: list[str] = []
         self.errors: dict[str, list[Exception]] = {}
-        self.cache = ResidencyCache(self.bank, self.fetch, self.bank.budget_bytes, 1, staging)
+        self.cache = ResidencyCache(
+            self.bank, self.fetch, self.bank.budget_bytes, 1, staging, kept * ADAPTER_BYTES
+        )  # fmt: skip
         self.cache.close()
-        self.cache._fetcher = ManualFetcher(self.fetch, 2, delay)
+        self.cache._staging.fetcher = ManualFetcher(self.fetch, 2, delay)
 
     def fetch(self, ref: AdapterRef) -> Host:
         self.reads.append(ref.digest)
@@ -174,7 +176,7 @@ def test_staging_is_bounded_but_never_blocks_a_demand() -> None:
         shelf.cache.prefetch(adapter(index), 0.0)
     for _ in range(30):
         shelf.poll()
-    assert shelf.cache._staged_bytes <= 2 * ADAPTER_BYTES
+    assert shelf.cache.host_bytes <= 2 * ADAPTER_BYTES
     assert not shelf.acquire(C)
 
     shelf.poll()
@@ -342,7 +344,7 @@ def test_bytes_are_conserved(data: st.DataObject) -> None:
     for _ in range(20):
         shelf.poll()
     assert shelf.cache.states(shelf.now) == []
-    assert (shelf.cache.used_bytes, shelf.cache._staged_bytes, shelf.cache._idle_bytes) == (0, 0, 0)
+    assert (shelf.cache.used_bytes, shelf.cache.host_bytes, shelf.cache._idle_bytes) == (0, 0, 0)
 
 
 def test_loads_run_in_threads_and_wake_the_waiter() -> None:
@@ -391,3 +393,76 @@ def test_a_fault_of_the_loader_reaches_the_waiter() -> None:
         assert [type(one.error) for one in news] == [ZeroDivisionError, type(None)]
     finally:
         cache.close()
+
+
+def test_what_is_kept_stays() -> None:
+    """A kept adapter is read without any request, takes an idle one's place, and is not evicted until it is let go."""
+    shelf = Shelf(slots=2, kept=1)
+    shelf.take(A, B)
+    shelf.cache.release(A.digest)
+    shelf.cache.release(B.digest)
+    shelf.cache.keep([C], 0.0)
+    while C.digest not in shelf.placed:
+        shelf.poll()
+    for ref in (D, E, A, D):
+        shelf.take(ref)
+        shelf.cache.release(ref.digest)
+        assert C.digest in shelf.placed
+
+    shelf.cache.keep([], 0.0)
+    shelf.take(A, B)
+
+    assert shelf.placed == digests(A, B)
+
+
+def test_keeping_never_takes_all() -> None:
+    """Beyond keep_bytes nothing is kept, though it be said: any other adapter can still be loaded; neither is one that
+    turns out to be larger than it was said to be."""
+    shelf = Shelf(slots=3, kept=2)
+    for _ in range(3):
+        shelf.cache.keep([A, B, C], 0.0)
+        shelf.poll()
+    shelf.take(D)
+    shelf.cache.release(D.digest)
+    shelf.take(E)
+
+    assert shelf.placed == digests(A, B, E)
+
+    small = AdapterRef(D.digest, 8, 1)
+    shelf = Shelf(slots=3, kept=2)
+    shelf.cache._fetcher._fetch = lambda ref: Host(ref.digest, 3 * ADAPTER_BYTES)
+    shelf.cache.keep([small], 0.0)
+    shelf.poll()
+    shelf.cache._fetcher._fetch = shelf.fetch
+    shelf.take(A)
+    assert A.digest in shelf.placed
+
+
+def test_a_kept_adapter_that_fails_is_tried_when_told_again() -> None:
+    """A broken file does not stay kept, and is not read in a loop."""
+    shelf = Shelf(slots=2, kept=1)
+    shelf.errors[A.digest] = [AdapterInvalid("bad", "bad")]
+    shelf.cache.keep([A], 0.0)
+    shelf.poll()
+    shelf.cache.keep([A], shelf.now)
+    shelf.poll(BAD_CONTENT_S + 1)
+    shelf.cache.keep([A], shelf.now)
+    shelf.poll()
+    shelf.poll()
+
+    assert shelf.reads == [A.digest] * 2
+    assert shelf.placed == digests(A)
+
+
+def test_copies_held_for_requests_do_not_stop_loads() -> None:
+    """Weights that left the device and are kept on the host for requests that began on them take no staging room."""
+    shelf = Shelf(slots=1, staging=ADAPTER_BYTES)
+    shelf.take(A)
+    shelf.cache.hold(A.digest)
+    shelf.cache.release(A.digest)
+    shelf.take(B)
+    assert shelf.cache.tier(A.digest) == "host"
+    shelf.cache.release(B.digest)
+    shelf.take(C)
+
+    assert shelf.placed == digests(C)

@@ -162,7 +162,7 @@ class Rig:
         self.residency = ResidencyCache(self.bank, self._fetch, self.bank.budget_bytes, num_threads=1)
         self.residency.close()
         self.fetcher = ManualFetcher(self._fetch, 2, self.delay)
-        self.residency._fetcher = self.fetcher
+        self.residency._staging.fetcher = self.fetcher
         self.pool = BlockPool(self.num_blocks, self.block_size, self.prefix)
         self.lanes = Lanes(self.per_lane)
         config = SchedulerConfig(
@@ -278,7 +278,9 @@ class Rig:
         idle = {digest for digest, entry in entries.items() if digest in self.bank.placed and not entry.is_pinned}
         assert set(self.residency._idle) == idle
         staged = sum(entry.size for entry in entries.values() if entry.state.value in ("loading", "host"))
-        assert self.residency._staged_bytes == staged
+        assert self.residency.host_bytes == staged
+        held = sum(entry.size for entry in entries.values() if entry.state.value == "host" and entry.holders)
+        assert self.residency._staging._held_bytes == held
         assert self.lanes.num_waiting == sum(request.num_cached is None for request in requests)
 
     def assert_idle(self) -> None:
@@ -286,7 +288,7 @@ class Rig:
         assert not self.scheduler.requests
         assert self.pool.num_used == 0
         assert self.lanes.num_waiting == 0
-        assert not self.residency._demanded
+        assert not self.residency._staging.demanded
         assert all(not entry.is_pinned and not entry.holders for entry in self.residency._entries.values())
         assert not len(self.scheduler.admission.demands)
 

@@ -475,3 +475,41 @@ async def test_adapters_go_with_their_tenant(live: Live, admin: httpx.AsyncClien
     with pytest.raises(openai.NotFoundError):
         await caller.responses.retrieve(made.id)
     assert live.engine.evicted
+
+
+async def test_a_pin_follows_the_name(live: Live, admin: httpx.AsyncClient, adapters: list[Any]) -> None:
+    """The engines are told the current version's digest, after a replacement the new one's, after the end none; the
+    acts are in the audit log; a tenant's key may not."""
+    first = (await upload(admin, adapters[0])).json()["digest"]
+    assert (await admin.post(f"{ACME}/pirate/pin")).json() == {
+        "object": "adapter.pin", "id": "pirate", "tenant": "acme", "pinned": True,
+    }  # fmt: skip
+    assert [f"sha256:{ref.digest}" for ref in live.engine.kept] == [first]
+
+    second = (await admin.put(f"{ACME}/pirate", files=parts(adapters[1]))).json()["digest"]
+    for _ in range(500):
+        if [f"sha256:{ref.digest}" for ref in live.engine.kept] == [second]:
+            break
+        await asyncio.sleep(0.01)
+    assert [f"sha256:{ref.digest}" for ref in live.engine.kept] == [second]
+
+    assert (await admin.delete(f"{ACME}/pirate/pin")).json()["pinned"] is False
+    assert live.engine.kept == []
+    await admin.post(f"{ACME}/pirate/pin")
+    await admin.delete(f"{ACME}/pirate")
+    error(await admin.post(f"{ACME}/pirate/pin"), 404)
+    assert {"adapter.pin", "adapter.unpin"} <= {entry.action for entry in await live.audit()}
+    tenant = await live.http(await live.key("acme"))
+    assert (await tenant.post(f"{ACME}/pirate/pin")).status_code == 403
+
+
+async def test_pins_that_could_exhaust_the_memory_are_refused(
+    live: Live, admin: httpx.AsyncClient, adapters: list[Any]
+) -> None:
+    """What would leave no room for the largest adapter is 409 at once, and nothing is pinned by it."""
+    await upload(admin, adapters[0])
+    live.engine.ready = msgspec.structs.replace(live.engine.ready, pin_memory_bytes=10)  # type: ignore[type-var]
+    refused = await admin.post(f"{ACME}/pirate/pin")
+
+    assert error(refused, 409)["code"] == "pins_exhausted"
+    assert live.engine.kept == []
