@@ -100,7 +100,7 @@ def work(settings: Settings, listen_fd: int, delay_s: float) -> None:
 
     model = ModelConfig.from_dir(settings.model_dir)
     engine: Engine = Instant(model.vocab_size, model.max_position, delay_s)  # type: ignore[assignment]
-    serve(create_app(settings, engine), settings, listen_fd, beat)
+    serve(create_app(settings, engine), settings, [listen_fd], beat)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def child(*command: str, fds: tuple[int, ...] = (), **environment: str) -> Itera
 async def answers(port: int, path: str, key: str = "none") -> None:
     """Returns when the server does."""
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
-        for _ in range(600):
+        for _ in range(1800):
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"http://127.0.0.1:{port}{path}")).status_code == 200:
                     return

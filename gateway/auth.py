@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import ApiError, to_api_error, unauthorized
+from gateway.errors import ApiError, not_found, to_api_error, unauthorized
 from tenants.addresses import is_within, networks
 from tenants.admin_keys import ROLES, Administrator
 from tenants.keys import InvalidKey, MayNotAct, Principal
@@ -66,10 +66,19 @@ class Authenticate:
             return await send({"type": "websocket.close", "code": 1008})
         if scope["path"] not in PUBLIC:
             try:
+                check_port(scope)
                 scope[CALLER] = await authenticate(scope["state"]["chorus"], Request(scope))
             except Exception as error:  # noqa: BLE001 - whatever went wrong, nobody gets through
                 return await to_api_error(error).response()(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+def check_port(scope: Scope) -> None:
+    """With an admin port, administration is there and nowhere else, and nothing else is there. Raises ApiError 404."""
+    admin_port = scope["state"]["chorus"].settings.admin_port
+    is_admin = scope["path"].startswith("/admin/") or scope["path"] == "/metrics"
+    if admin_port is not None and is_admin != (scope.get("server", ("", None))[1] == admin_port):
+        raise not_found("Unknown request URL.")
 
 
 async def authenticate(state: State, request: Request) -> Caller:

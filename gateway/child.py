@@ -30,13 +30,15 @@ GARBAGE = 50_000
 
 
 class Job(BaseModel):
-    """What a child shall do. `listen_fd` is the shared listening socket, `beat_fd` a pipe for signs of life."""
+    """What a child shall do. `listen_fd` is the shared listening socket, `admin_fd` that of
+    the admin port, `beat_fd` a pipe for signs of life."""
 
     model_config = ConfigDict(frozen=True)
 
     role: Literal["engine", "worker"]
     settings: Settings
     listen_fd: int = -1
+    admin_fd: int = -1
     beat_fd: int = -1
 
 
@@ -55,17 +57,17 @@ def run_engine(settings: Settings) -> None:
     run(settings.engine_config(), settings.engine_endpoints[0], settings.engine_key or None, settings.drain_s)
 
 
-def run_worker(settings: Settings, listen_fd: int, beat_fd: int) -> None:
-    """One gateway process on the shared listening socket, until SIGTERM and the end of its streams."""
+def run_worker(settings: Settings, listen_fds: list[int], beat_fd: int) -> None:
+    """One gateway process on the shared listening sockets, until SIGTERM and the end of its streams."""
     from gateway.app import create_app
 
     async def beat() -> None:
         os.write(beat_fd, b".")
 
-    serve(create_app(settings), settings, listen_fd, beat)
+    serve(create_app(settings), settings, listen_fds, beat)
 
 
-def serve(app: FastAPI, settings: Settings, listen_fd: int, beat: Callable[[], Awaitable[None]]) -> None:
+def serve(app: FastAPI, settings: Settings, listen_fds: list[int], beat: Callable[[], Awaitable[None]]) -> None:
     """As run_worker(), for any application. What was loaded until now lives as long as the process does: the garbage
     collector need not look at it again, which it would do every few hundred requests."""
     import uvicorn
@@ -88,7 +90,7 @@ def serve(app: FastAPI, settings: Settings, listen_fd: int, beat: Callable[[], A
         callback_notify=beat,
         timeout_notify=BEAT_EVERY_S,
     )
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=listen_fd)])
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd) for fd in listen_fds])
 
 
 def _end_with_parent(stdin: io.FileIO) -> None:
@@ -106,7 +108,7 @@ def main() -> None:
         if job.role == "engine":
             run_engine(job.settings)
         else:
-            run_worker(job.settings, job.listen_fd, job.beat_fd)
+            run_worker(job.settings, [fd for fd in (job.listen_fd, job.admin_fd) if fd >= 0], job.beat_fd)
     except ConfigError as error:
         print(f"chorus: {error}", file=sys.stderr, flush=True)
         sys.exit(EX_CONFIG)

@@ -58,6 +58,10 @@ def described(document: dict[str, Any]) -> dict[str, Any]:
 def _describe(path: str, method: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
+    if path == "/admin/v1/usage/export":
+        responses["200"]["content"] = {
+            kind: {"schema": {"type": "string"}} for kind in ("text/csv", "application/jsonl")
+        }
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path in PUBLIC:

@@ -53,6 +53,10 @@ class Settings(BaseModel):
     served_name: str = Field("", description="what clients call the base model; default: the directory's name")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 = any free one")
+    admin_port: int | None = Field(
+        None, ge=0, le=65535, description="administration and metrics on a port of their own, and only there"
+    )
+    admin_host: str = Field("", description="address of the admin port; default: --host")
     data_dir: Path = Field(Path("data"), validate_default=True, description="everything that Chorus keeps")
     run_dir: Path = Field(default_factory=lambda data: run_dir_of(data["data_dir"]), description="sockets")
     database_url: str = Field(

@@ -57,8 +57,15 @@ class Supervisor:
     @property
     def base_url(self) -> str:
         """Of the HTTP API, from this machine."""
-        host = LOCAL.get(self.settings.host, self.settings.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
+        return _url(self.settings.host, self.settings.port)
+
+    @property
+    def admin_url(self) -> str:
+        """Of the admin API, from this machine."""
+        settings = self.settings
+        if settings.admin_port is None:
+            return self.base_url
+        return _url(settings.admin_host or settings.host, settings.admin_port)
 
     @property
     def children(self) -> list[Child]:
@@ -69,10 +76,11 @@ class Supervisor:
             make_run_dir(self.settings)
             listener = self._stack.enter_context(contextlib.closing(bind(self.settings)))
             self.settings = self.settings.model_copy(update={"port": listener.getsockname()[1]})
+            listeners = [listener, *self._bind_admin()]
             await self._start_redis()
             if self._with_engine:
                 await self._start_engine()
-            self._start_workers(listener)
+            self._start_workers(listeners)
             self._stack = self._stack.pop_all()
         return self
 
@@ -137,21 +145,34 @@ class Supervisor:
         self._stack.push_async_callback(self._stop, [engine], self.settings.drain_s + KILL_AFTER_S)
         self._start(engine)
 
-    def _start_workers(self, listener: socket.socket) -> None:
-        workers = [self._worker(number, listener.fileno()) for number in range(1, self.settings.workers + 1)]
+    def _bind_admin(self) -> list[socket.socket]:
+        """The listening socket of the admin port, if there is one."""
+        settings = self.settings
+        if settings.admin_port is None:
+            return []
+        place = {"host": settings.admin_host or settings.host, "port": settings.admin_port}
+        listener = self._stack.enter_context(contextlib.closing(bind(settings.model_copy(update=place))))
+        self.settings = settings.model_copy(update={"admin_port": listener.getsockname()[1]})
+        return [listener]
+
+    def _start_workers(self, listeners: list[socket.socket]) -> None:
+        fds = [listener.fileno() for listener in listeners]
+        workers = [self._worker(number, fds) for number in range(1, self.settings.workers + 1)]
         self._stack.push_async_callback(self._stop, workers, self.settings.drain_s + KILL_AFTER_S)
-        self._stack.callback(listener.close)  # first of all when stopping: new connections are refused
+        for listener in listeners:
+            self._stack.callback(listener.close)  # first of all when stopping: new connections are refused
         for worker in workers:
             self._start(worker)
 
-    def _worker(self, number: int, listen_fd: int) -> Child:
+    def _worker(self, number: int, fds: list[int]) -> Child:
         beat_r, beat_w = os.pipe()
         self._stack.callback(os.close, beat_r)
         self._stack.callback(os.close, beat_w)
         os.set_blocking(beat_r, False)
         name = "worker" if self.settings.workers == 1 else f"worker {number}"
-        job = Job(role="worker", settings=self.settings, listen_fd=listen_fd, beat_fd=beat_w)
-        worker = Child(child_command(name, job, (listen_fd, beat_w)))
+        admin_fd = fds[1] if len(fds) > 1 else -1
+        job = Job(role="worker", settings=self.settings, listen_fd=fds[0], admin_fd=admin_fd, beat_fd=beat_w)
+        worker = Child(child_command(name, job, (*fds, beat_w)))
 
         def has_beaten() -> bool:
             with contextlib.suppress(BlockingIOError):
@@ -170,6 +191,11 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _url(host: str, port: int) -> str:
+    host = LOCAL.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def child_command(name: str, job: Job, pass_fds: tuple[int, ...] = ()) -> Command:

@@ -42,7 +42,7 @@ def connect(url: str | None, data_dir: str | None) -> Rest:
             raise ConfigError(
                 f"no admin key: set CHORUS_ADMIN_KEY, or --data-dir to the server's data directory ({error})"
             ) from error
-    return Rest(url or f"http://127.0.0.1:{settings.port or 8000}", key)
+    return Rest(url or f"http://127.0.0.1:{settings.admin_port or settings.port or 8000}", key)
 
 
 def limits(

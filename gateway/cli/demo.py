@@ -53,7 +53,7 @@ async def show(settings: Settings, adapters: list[Path], once: bool, supervisor:
     from gateway.cli.burst import Burst
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    keys = await asyncio.to_thread(set_up, Rest(supervisor.base_url, settings.admin_key), adapters)
+    keys = await asyncio.to_thread(set_up, Rest(supervisor.admin_url, settings.admin_key), adapters)
     clients = {tenant: connect(supervisor, key) for tenant, key in keys.items()}
     burst = Burst(chats(settings.base_name, adapters), clients)
     await burst.run(console)

@@ -15,7 +15,7 @@ PLACE = ("data_dir", "log_level")
 STATE = ("database_url", "redis_url")
 MODEL = ("served_name", "device", "dtype", "max_model_len", "kv_memory", "adapter_memory", "max_num_seqs",
          "max_batched_tokens", "max_lora_rank", "adapter_wait")  # fmt: skip
-HTTP = ("host", "port", "workers", "max_upload", "drain_s")
+HTTP = ("host", "port", "admin_port", "admin_host", "workers", "max_upload", "drain_s")
 LINK = ("engine_endpoints",)
 GATEWAY = (*HTTP, *STATE, *PLACE)
 

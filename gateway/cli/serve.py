@@ -108,6 +108,8 @@ async def run(settings: Settings, use: Callable[[Supervisor], Awaitable[None]], 
         try:
             async with supervisor:
                 await supervisor.wait_ready()
+                if settings.admin_port is not None:
+                    print(f"admin: {supervisor.admin_url}/admin/v1", flush=True)
                 print(f"ready: {supervisor.base_url}/v1 · model {settings.base_name}", flush=True)
                 await supervisor.unless_failing(_run(use, supervisor))
         except asyncio.CancelledError:

@@ -255,3 +255,25 @@ def test_a_long_path_is_no_trouble(tiny_llama: Path, tmp_path: Path) -> None:
 
         assert ask(server, server.make_key("acme"))
     shutil.rmtree(Settings(data_dir=deep).run_dir)
+
+
+def test_the_admin_port(tiny_llama: Path) -> None:
+    """--admin-port: administration and metrics answer there and nowhere else, the rest only on the other one, with and
+    without a key; health on both."""
+    with ChorusProcess("serve", str(tiny_llama), "--admin-port", "0", "--admin-host", "127.0.0.1") as server:
+        server.wait_ready()
+        public, admin = server.url, server.find(r"admin: (http\S+)/admin/v1")
+        assert public != admin
+        keys: dict[str, str] = {"admin": server.admin_key}
+        headers = {"Authorization": f"Bearer {keys['admin']}"}
+        assert httpx.post(f"{admin}/admin/v1/tenants", json={"id": "acme"}, headers=headers).status_code == 201
+        made = httpx.post(f"{admin}/admin/v1/tenants/acme/keys", json={"name": "k"}, headers=headers)
+        keys["tenant"] = made.json()["key"]
+        for path, key, at in (
+            ("/admin/v1/tenants", "admin", admin), ("/metrics", "admin", admin), ("/v1/models", "tenant", public),
+        ):  # fmt: skip
+            for url in (public, admin):
+                answer = httpx.get(f"{url}{path}", headers={"Authorization": f"Bearer {keys[key]}"})
+                assert answer.status_code == (200 if url == at else 404), (url, path)
+                assert httpx.get(f"{url}{path}").status_code == (401 if url == at else 404), (url, path)
+        assert [httpx.get(f"{url}/readyz").status_code for url in (public, admin)] == [200, 200]
