@@ -57,7 +57,7 @@ class Instant:
         self.ready = Ready(
             boot_id="bench", model="bench", fingerprint="f", max_model_len=max_model_len, vocab_size=vocab_size,
             eos_token_ids=[0], block_size=16, num_blocks=4096, max_num_seqs=1024, max_lora_rank=64,
-            adapter_memory_bytes=0, dtype="float32", device="cpu",
+            adapter_memory_bytes=0, pin_memory_bytes=0, dtype="float32", device="cpu",
         )  # fmt: skip
 
     async def generate(self, request: Generate) -> InstantGeneration:
