@@ -57,7 +57,7 @@ class Instant:
         self.ready = Ready(
             boot_id="bench", model="bench", fingerprint="f", max_model_len=max_model_len, vocab_size=vocab_size,
             eos_token_ids=[0], block_size=16, num_blocks=4096, max_num_seqs=1024, max_lora_rank=64,
-            adapter_memory_bytes=0, dtype="float32", device="cpu",
+            adapter_memory_bytes=0, pin_memory_bytes=0, dtype="float32", device="cpu",
         )  # fmt: skip
 
     async def generate(self, request: Generate) -> InstantGeneration:
@@ -120,7 +120,7 @@ def child(*command: str, fds: tuple[int, ...] = (), **environment: str) -> Itera
 async def answers(port: int, path: str, key: str = "none") -> None:
     """Returns when the server does."""
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
-        for _ in range(600):
+        for _ in range(1800):
             with contextlib.suppress(httpx.TransportError):
                 if (await client.get(f"http://127.0.0.1:{port}{path}")).status_code == 200:
                     return

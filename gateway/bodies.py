@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.protocol import Refused
-from gateway.errors import ApiError, bad_request, to_api_error, too_large
+from gateway.auth import CALLER
+from gateway.errors import ApiError, bad_request, json_path, to_api_error, too_large
 
 if TYPE_CHECKING:
     from gateway.state import State
@@ -27,6 +28,10 @@ ESCAPED = 6
 BODY_S = 60.0
 PARSE_SPEED = 32
 """So much faster is reading JSON than making tokens of a text: what is large goes to the same few threads."""
+LENIENT = "chorus.lenient"
+"""Whether what nobody knows is left out; where the scope does not say, the caller's tenant decides."""
+IGNORED = "chorus.ignored"
+"""Where the ASGI scope carries the names of fields that were left out."""
 MIN_BRACKETS = 20_000
 MIN_COMMAS = 200_000
 PER_TOKEN = 8
@@ -186,4 +191,34 @@ def body_as(request: Request, kind: type[Body]) -> Body:
     value = request.scope.get(PARSED)
     if value is None:
         raise bad_request("The request body is empty; it must be a JSON object.", code=None)
+    if not request.scope.get(LENIENT, getattr(request.scope.get(CALLER), "ignores_unknown", False)):
+        return kind.model_validate(value)
+    return _known(request, value, kind)
+
+
+def _known(request: Request, value: Any, kind: type[Body]) -> Body:
+    """For tenants that want so: what nobody knows is left out, and named in the answer's x-chorus-ignored."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+        if not unknown:
+            raise
+    for location in unknown:
+        _remove(value, location)
+    request.scope[IGNORED] = sorted({json_path(location) or "?" for location in unknown})
     return kind.model_validate(value)
+
+
+def has_unknown(error: ValidationError) -> bool:
+    """Is there a field that nobody knows among what is wrong?"""
+    return any(detail["type"] == "extra_forbidden" for detail in error.errors())
+
+
+def _remove(value: Any, location: tuple[int | str, ...]) -> None:
+    """Names of union members in `location` are not in the value: they are passed over."""
+    for part in location[:-1]:
+        if isinstance(part, int) if isinstance(value, list) else isinstance(value, dict) and part in value:
+            value = cast("Any", value)[part]
+    if isinstance(value, dict):
+        value.pop(location[-1], None)

@@ -14,6 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.auth import CALLER
+from gateway.bodies import IGNORED
 from gateway.errors import to_api_error
 from gateway.state import State
 from tenants.keys import Principal
@@ -21,6 +22,7 @@ from tenants.keys import Principal
 log = logging.getLogger("chorus.gateway")
 REQUEST_ID = "chorus.request_id"
 OPENAI_VERSION = "2020-10-01"
+MAX_IGNORED = 1000
 CLIENT_ID = re.compile(r"[\x21-\x7e]{1,512}")
 
 
@@ -63,6 +65,9 @@ def _add_headers(headers: MutableHeaders, scope: Scope, started: float) -> None:
     headers["x-request-id"] = scope[REQUEST_ID]
     headers["openai-version"] = OPENAI_VERSION
     headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
+    ignored = scope.get(IGNORED)
+    if ignored:
+        headers["x-chorus-ignored"] = quote(", ".join(ignored)[:MAX_IGNORED], safe="[]., ")
     caller = scope.get(CALLER)
     if isinstance(caller, Principal):
         headers["openai-organization"] = quote(caller.tenant_id)

@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import cast
 
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.auth import METERED, requires
+from gateway.auth import METERED, renewal, requires
+from gateway.bodies import LENIENT, has_unknown
 from tenants.keys import Principal
 
 Endpoint = Callable[[Request, Principal], Awaitable[Response]]
@@ -36,5 +38,12 @@ class Direct:
         scope["route"] = route
         request = Request(scope, receive, send)
         endpoint = cast("Endpoint", route.endpoint)
-        response = await endpoint(request, await INFERENCE(request))
+        scope[LENIENT] = False
+        try:
+            response = await endpoint(request, await INFERENCE(request))
+        except ValidationError as error:
+            if not has_unknown(error) or not (await renewal(request)()).ignores_unknown:
+                raise
+            scope[LENIENT] = True  # as the tenant is now, not as it was when its key was last looked up
+            response = await endpoint(request, await INFERENCE(request))
         await response(scope, receive, send)

@@ -55,6 +55,7 @@ class TenantSpec:
     model_limits: ModelLimits = field(default_factory=dict)
     plan: str | None = None
     model_names: Mapping[str, str] = field(default_factory=dict)
+    unknown_fields: str = "reject"
     suspended: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class TenantSpec:
             raise InvalidSettings("weight must be a number above 0 and up to 1000", "weight")
         if self.priority not in PRIORITIES:
             raise InvalidSettings(f"priority must be one of {', '.join(PRIORITIES)}", "priority")
+        if self.unknown_fields not in ("reject", "warn"):
+            raise InvalidSettings("unknown_fields must be reject or warn", "unknown_fields")
         if not isinstance(self.suspended, bool):
             raise InvalidSettings("suspended must be true or false", "suspended")
         check_models(self.models)
@@ -73,7 +76,18 @@ class TenantSpec:
         check_model_names(self.model_names)
 
 
-CHANGEABLE = ("name", "weight", "priority", "models", "limits", "model_limits", "plan", "model_names", "suspended")
+CHANGEABLE = (
+    "name",
+    "weight",
+    "priority",
+    "models",
+    "limits",
+    "model_limits",
+    "plan",
+    "model_names",
+    "unknown_fields",
+    "suspended",
+)
 
 
 class TenantDirectory:
@@ -160,7 +174,7 @@ def _as_spec(row: Tenant) -> dict[str, Any]:
     return {
         "id": row.id, "name": row.name, "weight": row.weight, "priority": row.priority, "models": models,
         "limits": Limits.of(row.limits), "model_limits": model_limits_of(row.model_limits), "plan": row.plan,
-        "model_names": row.model_names, "suspended": row.suspended,
+        "model_names": row.model_names, "unknown_fields": row.unknown_fields, "suspended": row.suspended,
     }  # fmt: skip
 
 
@@ -173,6 +187,7 @@ def _apply(row: Tenant, spec: TenantSpec) -> None:
     row.model_limits = check_model_limits(spec.model_limits)
     row.plan = spec.plan
     row.model_names = check_model_names(spec.model_names)
+    row.unknown_fields = spec.unknown_fields
     row.suspended = spec.suspended
 
 

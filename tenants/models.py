@@ -44,6 +44,7 @@ class Tenant(Base):
     model_limits: Mapped[dict[str, dict[str, Any]]] = mapped_column(JSON, default=dict, server_default="{}")
     model_names: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
     plan: Mapped[str | None] = mapped_column(ForeignKey("plans.id"), index=True)
+    unknown_fields: Mapped[str] = mapped_column(String(8), default="reject", server_default="reject")
     suspended: Mapped[bool] = mapped_column(default=False)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now, onupdate=now)

@@ -23,6 +23,7 @@ class Principal:
     model_names             the tenant's own names for models → what they stand for
     allowed_ips             where the key may be used from (addresses.is_within); None = anywhere
     cache_salt              opaque, per tenant: HMAC(pepper, tenant)
+    ignores_unknown         fields of a request that nobody knows are left out and named, not refused
     epoch                   of the tenant in Redis when this was read; quotas.hold() answers Stale if it moved
     generation              of that Redis (a restarted one may have an older epoch again)
     """
@@ -40,6 +41,7 @@ class Principal:
     lane_weight: float = 1.0
     priority: int = 1
     cache_salt: str = ""
+    ignores_unknown: bool = False
     epoch: int = 0
     generation: int = 0
 
@@ -51,6 +53,7 @@ def of_tenant(tenant: Tenant, plan: Plan | None, cache_salt: str) -> Principal:
         tenant_id=tenant.id, key_id="", scopes=frozenset(), tenant_limits=limits, model_limits=model_limits,
         models=None if tenant.models is None else tuple(tenant.models), model_names=tenant.model_names,
         lane_weight=tenant.weight, priority=PRIORITIES[tenant.priority], cache_salt=cache_salt,
+        ignores_unknown=tenant.unknown_fields == "warn",
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ router = APIRouter(prefix="/admin/v1/tenants", tags=["tenants"], dependencies=[D
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(gt=0, le=1000)]
 Priority = Literal["interactive", "standard", "batch"]
+UnknownFields = Literal["reject", "warn"]
 Models = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1000)] | None
 
 
@@ -57,6 +58,7 @@ class NewTenant(Body):
     model_limits: ModelLimitsBody = {}
     plan: str | None = None
     model_names: ModelNames = {}
+    unknown_fields: UnknownFields = "reject"
     suspended: bool = False
 
 
@@ -72,6 +74,7 @@ class TenantChanges(Body):
     model_limits: ModelLimitsBody | None = None
     plan: str | None = None
     model_names: ModelNames | None = None
+    unknown_fields: UnknownFields | None = None
     suspended: bool | None = None
 
 
@@ -82,7 +85,7 @@ async def create_tenant(request: Request) -> dict[str, Any]:
         id=body.id, name=body.name or "", weight=body.weight, priority=body.priority,
         models=None if body.models is None else tuple(body.models), limits=body.limits.limits(),
         model_limits=model_limits(body.model_limits), plan=body.plan, model_names=body.model_names,
-        suspended=body.suspended,
+        unknown_fields=body.unknown_fields, suspended=body.suspended,
     )  # fmt: skip
     return as_object(await state_of(request).directory.create(spec, actor_of(request)))
 
@@ -142,6 +145,7 @@ def as_object(row: Tenant) -> dict[str, Any]:
         "model_limits": model_limits_object(row.model_limits),
         "plan": row.plan,
         "model_names": row.model_names,
+        "unknown_fields": row.unknown_fields,
         "suspended": row.suspended,
         "created_at": unix(row.created_at),
     }

@@ -149,12 +149,15 @@ async def remove(server: ChorusProcess, tenant: str, name: str) -> httpx.Respons
 
 
 def gauge(server: ChorusProcess, name: str) -> float:
-    """Of the engine, from /metrics."""
+    """Of the engine, from /metrics; a worker that has just started waits a second for the engine's first word."""
     headers = {"Authorization": f"Bearer {server.admin_key}"}
-    text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=30).text
-    found = re.search(rf"^chorus_engine_{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
-    assert found is not None, text
-    return float(found[1])
+    for _ in range(50):
+        text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=30).text
+        found = re.search(rf"^chorus_engine_{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+        if found is not None:
+            return float(found[1])
+        time.sleep(0.1)
+    raise AssertionError(text)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:

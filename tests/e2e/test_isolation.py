@@ -165,7 +165,7 @@ def test_administration_is_closed(two: Two) -> None:
         assert said.pop()[0] == 403
     two.same("key", "GET", "/admin/v1/tenants/alpha-co/keys/{}", 403)
     two.same("key", "DELETE", "/admin/v1/tenants/alpha-co/keys/{}", 403)
-    for path in ("/v1/keys", "/v1/usage", "/v1/tenants"):
+    for path in ("/v1/keys", "/v1/tenants"):
         assert two.ask("GET", path)[0] == 404
 
     assert two.owner.get("/v1/models").status_code == 200
@@ -184,7 +184,11 @@ def test_the_admin_finds_keys_under_their_own_tenant_only(two: Two) -> None:
 
 
 def test_usage_is_apart(two: Two) -> None:
-    """What A used is on A's account alone."""
+    """What A used is on A's account alone: the admin sees it there, and B, who may ask for its own usage, finds nothing
+    of A's, by A's key neither."""
+    two.same("key", "GET", "/v1/usage?key={}", 200)
+    own = two.stranger.get("/v1/usage", params={"group_by": "model"}).json()["data"]
+    assert "secret" not in {row["model"] for row in own}
     rows = two.server.admin("GET", "usage", params={"tenant": BEARER["B"], "group_by": "model"}).json()["data"]
 
     assert "secret" not in {row["model"] for row in rows}

@@ -69,7 +69,7 @@ async def test_hot_swap_on_a_real_model(demo_model: Path, tenant: str) -> None:
         ChorusProcess("serve", str(demo_model), "--dtype", "float32", "--max-model-len", "1024") as server,
         LLM(demo_model, dtype="float32", max_model_len=1024, kv_memory="256MiB") as llm,
     ):
-        await swap_under_load(server.wait_ready(), Oracle(llm), tenant, versions, 200)
+        await swap_under_load(server.wait_ready(), Oracle(llm), tenant, versions, 120)
 
 
 async def test_back_and_forth(

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from gateway.response_request import CountedInput, NewResponse
 from gateway.schemas import NEUTRAL, NO_EFFECT, ChatRequest, CompletionRequest
+from tests.gateway.live import Live
 
 VLLM = frozenset(
     (
@@ -56,3 +57,29 @@ def test_every_field_is_documented() -> None:
 
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *NewResponse.model_fields, *NO_EFFECT}
     assert {*known, *NEUTRAL, *CountedInput.model_fields} - named == set()
+
+
+async def test_unknown_fields_are_named_or_refused(live: Live) -> None:
+    """A tenant's setting: by default what nobody knows is 400; with `warn` it is left out, at any depth, and named in
+    the answer's header, plain and streamed. What is known and can't be done stays refused, and so do wrong values."""
+    admin, client = await live.http(), await live.http(await live.key("acme"))
+    message = {"role": "user", "content": "hi", "cache_control": {"type": "x"}}
+    body: dict[str, Any] = {"model": "tiny", "messages": [message], "zzz": 1, "größe": [1]}
+
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+    patched = await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "warn"})
+    assert patched.json()["unknown_fields"] == "warn"
+
+    for stream in (False, True):
+        answer = await client.post("/v1/chat/completions", json={**body, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-chorus-ignored"] == "gr%C3%B6%C3%9Fe, messages[0].cache_control, zzz"
+    made = await client.post("/v1/responses", json={"model": "tiny", "input": "hi", "zzz": 1})
+    assert (made.status_code, made.headers["x-chorus-ignored"]) == (200, "zzz")
+    assert "x-chorus-ignored" not in (await client.post("/v1/responses", json={"model": "tiny", "input": "a"})).headers
+    for fields in ({"tools": [{"type": "function"}]}, {"temperature": 9, "zzz": 1}, {"messages": 5, "zzz": 1}):
+        assert (await client.post("/v1/chat/completions", json={**body, **fields})).status_code == 400
+    await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "reject"})
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+    assert (await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "drop"})).status_code == 400
+    assert (await admin.patch("/admin/v1/tenants/acme", json={"zzz": 1})).status_code == 400
