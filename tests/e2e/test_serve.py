@@ -186,7 +186,7 @@ def test_given_admin_key_is_not_written(tiny_llama: Path) -> None:
     """CHORUS_ADMIN_KEY counts, and is neither shown nor kept."""
     with ChorusProcess("serve", str(tiny_llama), CHORUS_ADMIN_KEY="a-key-from-outside") as server:
         server.wait_ready()
-        found = httpx.get(f"{server.url}/admin/v1/tenants", headers={"Authorization": "Bearer from-outside"})
+        found = httpx.get(f"{server.url}/admin/v1/tenants", headers={"Authorization": "Bearer a-key-from-outside"})
 
         assert found.status_code == 200
         assert "a-key-from-outside" not in server.output
