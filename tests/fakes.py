@@ -1,15 +1,12 @@
-"""The fakes of the seams, each shorter than 50 lines: FakeEngine, FakeRunner, MemoryStore."""
+"""The fakes of the seams, each shorter than 50 lines: FakeEngine and FakeRunner."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-from adapters.spec import AdapterMissing, AdapterRef
+from adapters.spec import AdapterRef
 from engine.protocol import Accepted, Broken, Chunk, EngineError, Generate, Ready, Stats
 from engine.step import Sampled, Step
 
@@ -116,37 +113,3 @@ class FakeRunner:
             digest = sequence.adapter.digest if sequence.adapter else None
             sampled.append(Sampled(self.next_token(sequence.tokens, digest)))
         return sampled
-
-
-class MemoryStore:
-    """An AdapterStore in a temporary directory that keeps nothing."""
-
-    def __init__(self) -> None:
-        self._root = Path(tempfile.mkdtemp())
-        self._stages = 0
-
-    def stage(self) -> Path:
-        self._stages += 1
-        path = self._root / f"stage{self._stages}"
-        path.mkdir()
-        return path
-
-    def commit(self, stage: Path) -> str:
-        digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(stage.iterdir()))).hexdigest()
-        stage.rename(self._root / digest)
-        return digest
-
-    def path(self, digest: str) -> Path:
-        if not (self._root / digest).is_dir():
-            raise AdapterMissing("adapter_missing", f"no adapter {digest}")
-        return self._root / digest
-
-    def problem(self, digest: str) -> str | None:
-        return None
-
-    def discard(self, stage: Path) -> None:
-        shutil.rmtree(stage, ignore_errors=True)
-
-    def delete(self, digest: str, grace_s: float = 0.0) -> bool:
-        shutil.rmtree(self._root / digest, ignore_errors=True)
-        return True

@@ -321,3 +321,6 @@ async def test_scripts_survive_a_flush(store: ConversationStore, redis: Client) 
     await redis.script_flush()
 
     await one_turn(store, "acme", conversation.id, "q", "a")
+
+    page = await store.page("acme", conversation.id, limit=10, order="asc", after=None)
+    assert texts(page.items) == ["q", "a"]
