@@ -4,7 +4,8 @@ FROM python:3.12-slim-bookworm AS build
 ARG TORCH=cpu
 WORKDIR /chorus
 COPY constraints.txt pyproject.toml README.md LICENSE ./
-RUN python -m venv /venv \
+RUN apt-get update && apt-get install -y --no-install-recommends g++ \
+    && python -m venv /venv \
     && version=$(sed -n 's/^torch==//p' constraints.txt) \
     && if [ "$TORCH" = cpu ]; then index="--index-url https://download.pytorch.org/whl/cpu"; else index=; fi \
     && /venv/bin/pip install --no-cache-dir -c constraints.txt $index "torch==$version"
@@ -14,11 +15,11 @@ COPY engine engine
 COPY adapters adapters
 COPY tenants tenants
 COPY migrations migrations
-RUN /venv/bin/pip install --no-cache-dir -c constraints.txt .
+RUN /venv/bin/pip install --no-cache-dir -c constraints.txt . && cd / && /venv/bin/python -m engine.ops.compile
 
 FROM python:3.12-slim-bookworm
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends redis-server g++ \
+    && apt-get install -y --no-install-recommends redis-server \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --system --uid 10001 --home-dir /data chorus \
     && install -d -o chorus -m 0700 /data

@@ -40,6 +40,12 @@ class Agreement:
         """`weight` of a table that the config doesn't speak of: PEFT saved the base's beside the adapter."""
         return "weight" in each.parts and each.module in TABLES and not self._saves(each.path)
 
+    def token_ids(self, module: str) -> tuple[int, ...]:
+        """Whose rows are trained: a head that is tied to the embedding has those of the embedding."""
+        ids = self._config.token_ids
+        is_tied = module == "lm_head" and module not in ids and self._shape.tie_word_embeddings
+        return ids.get("embed_tokens" if is_tied else module, ())
+
     def _check_place(self, each: Found) -> None:
         tensor = each.first
         if each.layer >= self._shape.num_layers:
@@ -69,7 +75,7 @@ class Agreement:
         if "bias" in parts and not self._has_bias(each):
             why = f"bias is {self._config.bias!r}" if each.module in self._biased() else "the base has no such bias"
             _no("target_mismatch", f"{shown(parts['bias'].name)}, but {why}", parts["bias"])
-        if "tokens" in parts and each.module not in self._config.token_ids:
+        if "tokens" in parts and not self.token_ids(each.module):
             _no("target_mismatch", f"{shown(parts['tokens'].name)}: trainable_token_indices has no {each.module}",
                 parts["tokens"])  # fmt: skip
         if "weight" in parts and each.module not in TABLES and not self._saves(each.path):

@@ -13,7 +13,7 @@ import numpy as np
 
 from adapters.header import Tensor, open_regular, read_header
 from adapters.numbers import STORED, cast
-from adapters.spec import AdapterError, AdapterUnsupported, BaseShape, shown
+from adapters.spec import AdapterError, AdapterInvalid, AdapterUnsupported, BaseShape, shown
 from adapters.values import read_into
 
 MAX_HEADER_BYTES = 64 << 20
@@ -24,7 +24,7 @@ _NAMES = {"embed_tokens": ("model.embed_tokens.weight",), "lm_head": ("lm_head.w
 
 
 def check_copies(file: FileIO, copies: Iterable[tuple[Tensor, str]], shape: BaseShape) -> None:
-    """Raises AdapterUnsupported for a copy that isn't the base's (rounded to the copy's dtype)."""
+    """Raises AdapterUnsupported for a copy that does not begin as the base's (rounded to the copy's dtype)."""
     for copy, module in copies:
         try:
             base_file, base = _find(Path(shape.weights_dir), module, shape)
@@ -42,6 +42,16 @@ def check_copies(file: FileIO, copies: Iterable[tuple[Tensor, str]], shape: Base
                     f"{shown(copy.name)} is not what this base has: the adapter was trained on other weights",
                     copy.name,
                 )
+
+
+def check_twins(file: FileIO, twins: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """PEFT saves some tables twice. Raises AdapterInvalid where the two differ."""
+    for first, second in twins:
+        if first.dtype != second.dtype or not _is_equal(file, first, file, second):
+            raise AdapterInvalid(
+                "tensor_duplicate", f"{shown(first.name)} and {shown(second.name)} are of the same module and differ",
+                first.name,
+            )  # fmt: skip
 
 
 def _find(directory: Path, module: str, shape: BaseShape) -> tuple[FileIO, Tensor]:
@@ -62,10 +72,10 @@ def _find(directory: Path, module: str, shape: BaseShape) -> tuple[FileIO, Tenso
 
 
 def _is_equal(file: FileIO, copy: Tensor, base_file: FileIO, base: Tensor) -> bool:
-    if copy.shape != base.shape:
+    if copy.shape[0] < base.shape[0] or copy.shape[1:] != base.shape[1:]:
         return False
     kinds = STORED[copy.dtype], STORED[base.dtype]
-    count = int(np.prod(copy.shape))
+    count = int(np.prod(base.shape))  # what follows in the copy are rows of new tokens
     step = _CHUNK_ROWS_BYTES // 4
     for first in range(0, count, step):
         size = min(step, count - first)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from adapters.spec import AdapterInvalid, AdapterTooLarge, AdapterUnsupported, shown
+from adapters.strict_json import parse_object
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_ALPHA = 1e6
@@ -64,7 +65,7 @@ class LoraConfig:
 
 def parse_config(data: bytes) -> LoraConfig:
     """Raises AdapterInvalid, AdapterUnsupported or AdapterTooLarge, naming the key."""
-    raw = _Fields(parse_json_object(data))
+    raw = _Fields(_parse(data))
     _spelled(raw)
     _check_kind(raw)
     _check_switches(raw)
@@ -90,28 +91,17 @@ def parse_config(data: bytes) -> LoraConfig:
     )
 
 
-def parse_json_object(data: bytes, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Strict JSON: UTF-8 without a byte order mark, no duplicate keys, only finite numbers.
-
-    Raises AdapterInvalid, AdapterTooLarge.
-    """
-    _check_size(data, max_bytes)
+def _parse(data: bytes) -> dict[str, Any]:
+    _check_size(data)
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
-        )
-    except RecursionError:
-        _invalid(None, "is nested too deeply")
+        return parse_object(data)
     except ValueError as error:
-        _invalid(None, f"is not valid JSON: {shown(str(error))}")
-    if not isinstance(value, dict):
-        _invalid(None, "must be a JSON object")
-    return value
+        _invalid(None, shown(str(error)))
 
 
 def canonical(data: bytes) -> bytes:
     """The one spelling of this config: keys sorted, no spaces, ASCII. Equal meaning gives equal bytes."""
-    return _spelled(parse_json_object(data))
+    return _spelled(_parse(data))
 
 
 def _spelled(value: dict[str, Any]) -> bytes:
@@ -121,29 +111,11 @@ def _spelled(value: dict[str, Any]) -> bytes:
     return data
 
 
-def _check_size(data: bytes, max_bytes: int = MAX_CONFIG_BYTES) -> None:
-    if len(data) > max_bytes:
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_CONFIG_BYTES:
         raise AdapterTooLarge(
-            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {max_bytes} are allowed"
+            "config_too_large", f"adapter_config.json has {len(data)} bytes, at most {MAX_CONFIG_BYTES} are allowed"
         )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("the same key twice")
-    return found
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _invalid(param: str | None, problem: str) -> NoReturn:
@@ -228,10 +200,11 @@ def _warnings(raw: _Fields) -> tuple[str, ...]:
     found = []
     if raw.get("r") is None:
         found.append("r is missing: ranks are those of the tensors")
-    if raw.get("fan_in_fan_out"):
+    if raw.boolean("fan_in_fan_out"):
         found.append("fan_in_fan_out is ignored: the base has no transposed linears")
-    if raw.get("task_type") not in (None, "CAUSAL_LM"):
-        found.append(f"task_type is {shown(str(raw['task_type']))}, not CAUSAL_LM")
+    task = raw.text("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        found.append(f"task_type is {shown(task)}, not CAUSAL_LM")
     return tuple(found)
 
 

@@ -24,6 +24,8 @@ BAD_CONTENT_S = 60.0
 """Content never changes under its digest: damaged files are not read again for so long."""
 MISSING_S = 1.0
 """A digest that the store lacks may still be on its way to it."""
+CLOSE_S = 2.0
+"""A load that is under way may end before the process does."""
 MAX_FAILURES = 1024
 """So many known failures are remembered."""
 
@@ -48,7 +50,6 @@ class Fetcher:
         self.num_loading = 0  # submitted and not yet returned by poll
         self.busy_s = 0.0
         self._num_free = num_threads
-        self._num_threads = num_threads
         self._fetch = fetch
         self._todo: queue.SimpleQueue[AdapterRef | None] = queue.SimpleQueue()
         self._done: deque[tuple[AdapterRef, Outcome, float]] = deque()
@@ -56,8 +57,10 @@ class Fetcher:
         self._attempts: dict[str, int] = {}
         self._retries: list[tuple[float, str, AdapterRef]] = []
         self._failures: OrderedDict[str, tuple[AdapterError, float]] = OrderedDict()  # with the time of forgetting
-        for index in range(num_threads):
-            threading.Thread(target=self._run, name=f"adapter-fetch-{index}", daemon=True).start()
+        names = [f"adapter-fetch-{index}" for index in range(num_threads)]
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_free(self) -> bool:
@@ -102,13 +105,22 @@ class Fetcher:
         if len(self._failures) > MAX_FAILURES:
             self._failures.popitem(last=False)
 
+    def forgive(self, digest: str) -> None:
+        """Its files may have been mended."""
+        self._failures.pop(digest, None)
+
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until a fetch has ended (True) or the time is over."""
         return self._arrived.wait(timeout_s)
 
     def close(self) -> None:
-        for _ in range(self._num_threads):
+        """Ends the threads, and waits for them a little: an interpreter that ends while one of them is inside torch
+        aborts the process."""
+        for _ in self._threads:
             self._todo.put(None)
+        end = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _put(self, ref: AdapterRef) -> None:
         self._num_free -= 1

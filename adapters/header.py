@@ -6,7 +6,6 @@ Layout (the format's own description): 8 bytes, little-endian, the length of the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adapters.spec import AdapterInvalid, AdapterTooLarge, shown
+from adapters.strict_json import parse_object
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -24,6 +24,8 @@ ITEM_BYTES = {
 MAX_DIMENSIONS = 8
 _LFS = b"version https://git-lfs"
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
+_TAR, _TAR_AT = b"ustar", 257
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def read_header(file: FileIO, max_header_bytes: int) -> list[Tensor]:
     """
     size = os.fstat(file.fileno()).st_size
     start = _read(file, 8)
-    _check_magic(start + _read(file, 24), size)
+    _check_magic(start + _read(file, _TAR_AT), size)
     length = int.from_bytes(start, "little")
     if length > size - 8:
         _bad("weights_truncated", f"the header should have {length} bytes, the file has {size}")
@@ -91,8 +93,12 @@ def _read(file: FileIO, count: int) -> bytes:
 def _check_magic(start: bytes, size: int) -> None:
     if start.startswith(_LFS):
         _bad("weights_lfs_pointer", "this is a git-lfs pointer, not the file that it points to (git lfs pull)")
-    if start.startswith(_PICKLES) and start[8:9] != b"{":  # a header of 640 bytes begins with 80 02, too
-        _bad("weights_not_safetensors", "this is a pickle or an archive, which is never opened here; use safetensors")
+    is_archive = start.startswith((*_PICKLES, *_PACKED)) or start[_TAR_AT:].startswith(_TAR)
+    if is_archive and start[8:9] != b"{":  # a header of 640 bytes begins with 80 02, too
+        _bad(
+            "weights_not_safetensors",
+            "a pickle or an archive, which is never opened here; `chorus adapters push` converts adapter_model.bin",
+        )
     if size == 0:
         _bad("weights_empty", "the file is empty")
     if size < 10:
@@ -101,24 +107,13 @@ def _check_magic(start: bytes, size: int) -> None:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError:
-        _bad("weights_invalid", "the header is nested too deeply")
+        header = parse_object(data)
     except ValueError as error:
-        _bad("weights_invalid", f"the header is not valid JSON: {shown(str(error))}")
-    if not isinstance(header, dict):
-        _bad("weights_invalid", "the header is not a JSON object")
+        _bad("weights_invalid", f"the header {shown(str(error))}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
         _bad("weights_invalid", "__metadata__ must hold only strings", "__metadata__")
     return header
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("the same name twice")
-    return found
 
 
 def _is_count(value: object) -> bool:

@@ -6,38 +6,35 @@ into B. What the engine computes from it, for the rows of its requests only:
     linears, lm_head, embed_tokens   y = g ∘ (W·x + b + B·(A·x)) + c     (x of embed_tokens is one-hot)
     norms, or whole tables           W is replaced
     single tokens                    rows of W are replaced
+    new tokens                       W has more rows
 
 g is DoRA's magnitude / ‖W + B·A‖ (arXiv 2402.09353), c holds trained biases less what the base adds already.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from adapters.base_copies import check_copies
+from adapters.blueprint import Blueprint, Blueprints
 from adapters.header import Tensor, open_regular
-from adapters.numbers import STORED, Array, cast, read, widen
-from adapters.spec import (
-    LINEARS,
-    MODULES,
-    AdapterInvalid,
-    AdapterSpec,
-    BaseShape,
-    ModuleSpec,
-    aligned,
-    extents,
-    packed_elements,
-)
-from adapters.storage import WEIGHTS_FILE, content_digest
-from adapters.validation import Inspected, Limits, check_content, inspect
+from adapters.numbers import STORED
+from adapters.parts import BaseWeights, Parts
+from adapters.spans import Piece, pack, spans
+from adapters.spec import LINEARS, MODULES, AdapterInvalid, AdapterRef, BaseShape, ModuleSpec, aligned, extents
+from adapters.storage import DAMAGED, WEIGHTS_FILE, AdapterStore, content_digest
+from adapters.validation import PATIENT, check_content, inspect
+
+log = logging.getLogger(__name__)
 
 UNIT = 16
 """Offsets in the directory count units of this many elements; every part begins at a multiple of it."""
@@ -46,15 +43,18 @@ OFFSET_A, OFFSET_B, RANK, FLAGS, OFFSET_BIAS, OFFSET_G = range(6)
 """Columns of the directory. RANK 0 = no A and B; FLAGS 0 besides = the adapter lacks this module. Offsets of what is
 not there are 0 and mean nothing."""
 
-HAS_G, HAS_BIAS, IS_WHOLE, HAS_TOKENS = 1, 2, 4, 8
+HAS_G, HAS_BIAS, IS_WHOLE, HAS_TOKENS, HAS_ADDED = 1, 2, 4, 8, 16
 """FLAGS: g [out] is at OFFSET_G; c [out] is at OFFSET_BIAS; the whole weight is at OFFSET_A; RANK rows of tokens are at
-OFFSET_A, their ids, ascending, at OFFSET_B."""
+OFFSET_A, their ids, ascending, at OFFSET_B; rows of new tokens are at OFFSET_G (never together with g)."""
 
 NUM_FIELDS = 6
 
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
 _COLUMNS = {
     "a": (OFFSET_A, 0), "b": (OFFSET_B, 0), "weight": (OFFSET_A, IS_WHOLE), "tokens": (OFFSET_A, HAS_TOKENS),
-    "token_ids": (OFFSET_B, HAS_TOKENS), "gain": (OFFSET_G, HAS_G), "shift": (OFFSET_BIAS, HAS_BIAS),
+    "token_ids": (OFFSET_B, HAS_TOKENS), "added": (OFFSET_G, HAS_ADDED), "gain": (OFFSET_G, HAS_G),
+    "shift": (OFFSET_BIAS, HAS_BIAS),
 }  # fmt: skip
 
 
@@ -69,24 +69,14 @@ class PackedAdapter:
                 row is of what belongs to no layer
     size_bytes  of the buffer
     rank        the largest of its modules
+    num_added   tokens that it adds to the vocabulary; whole tables, A of embed_tokens and B of lm_head count them, too
     """
 
     buffer: torch.Tensor
     directory: torch.Tensor
     size_bytes: int
     rank: int
-
-
-class BaseWeights(Protocol):
-    """What some adapters need to know of the base's weights. Called in the threads that load adapters."""
-
-    def bias(self, layer: int, module: str) -> Array | None:
-        """[out] fp32; None where there is none."""
-        ...
-
-    def squared_norms(self, layer: int, module: str, a_RI: Array, b_OR: Array) -> Array:
-        """[out]: ‖W[o] + (B·A)[o]‖² for each output, with W [out, in]."""
-        ...
+    num_added: int = 0
 
 
 def load(
@@ -97,114 +87,96 @@ def load(
     digest: str | None = None,
     base: BaseWeights | None = None,
 ) -> PackedAdapter:
-    """Reads, checks and packs the adapter in `path`. With `digest`, its bytes must still be what was committed.
+    """A single adapter: Loader(…).load(…)."""
+    return Loader(shape, dtype, max_rank, base).load(path, digest)
 
-    Casts and copies are numpy's: they release the interpreter's lock and stay out of torch's thread pool. `base` is
-    asked only for adapters with DoRA or trained biases.
-    Raises AdapterError (AdapterInvalid for damaged files), OSError for what may pass when tried again.
+
+class Loader:
+    """Reads adapters for one engine, in any number of threads.
+
+    shape, dtype  of the base; buffers are of this dtype
+    max_rank      of the engine
+    base          asked only for adapters with DoRA or trained biases
+
+    Casts and copies are numpy's: they release the interpreter's lock and stay out of torch's thread pool.
     """
-    if digest is not None and content_digest(path) != digest:
-        raise AdapterInvalid("adapter_damaged", "the stored files are no longer what was uploaded")
-    with open_regular(path / WEIGHTS_FILE) as file:
-        found = inspect(path, file, shape, Limits(max_rank=max_rank, max_bytes=sys.maxsize))
-        if digest is None:
-            check_content(file, found, shape)
-        else:
-            check_copies(file, found.copies, shape)
-        return _pack(file, found, shape, dtype, base)
 
-
-def _pack(
-    file: FileIO, found: Inspected, shape: BaseShape, dtype: torch.dtype, base: BaseWeights | None
-) -> PackedAdapter:
-    spec: AdapterSpec = found.spec
-    kind = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    buffer = np.zeros(packed_elements(spec.modules, shape, dtype.itemsize), STORED[kind])
-    directory = np.zeros((shape.num_layers + 1, len(MODULES), NUM_FIELDS), np.int64)
-    position = 0
-    for module in spec.modules:
-        row = directory[module.layer, MODULES.index(module.module)]
-        row[RANK] = module.rank or len(module.token_ids)
-        parts = _Parts(file, found.tensors, module, shape, base)
-        for part, count in extents(module, shape, dtype.itemsize):
-            column, flag = _COLUMNS[part]
-            row[column] = position // UNIT
-            row[FLAGS] |= flag
-            buffer[position : position + count] = parts.get(part, kind).reshape(-1).view(buffer.dtype)
-            position += aligned(count)
-    packed = torch.from_numpy(buffer).view(dtype)
-    return PackedAdapter(packed, torch.from_numpy(directory), buffer.nbytes, spec.rank)
-
-
-class _Parts:
-    """The parts of one module, read and computed when they are asked for."""
-
-    def __init__(
-        self,
-        file: FileIO,
-        tensors: Mapping[str, Tensor],
-        module: ModuleSpec,
-        shape: BaseShape,
-        base: BaseWeights | None,
-    ) -> None:
-        self._file = file
-        self._tensors = tensors
-        self._module = module
-        self._rows = slice(module.first_row, module.first_row + shape.size(module.module)[0])
+    def __init__(self, shape: BaseShape, dtype: torch.dtype, max_rank: int, base: BaseWeights | None = None) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._limits = replace(PATIENT, max_rank=max_rank)
         self._base = base
-        self._gain: Array | None = None
+        self._blueprints = Blueprints(self._draw)
 
-    def get(self, part: str, kind: str) -> Array:
-        module = self._module
-        if part == "a":
-            a = self._cast(module.tensor_a, kind)
-            return np.ascontiguousarray(a.T) if module.module == "embed_tokens" else a
-        if part == "b":
-            b = self._cast(module.tensor_b, kind, module.scale)[self._rows]
-            return np.ascontiguousarray(b.T) if module.module in LINEARS else b
-        if part == "weight":
-            weight = self._cast(module.weight, kind)
-            return self._wide(module.weight) if weight.ndim == 1 else weight
-        if part == "tokens":
-            return self._cast(module.tokens, kind)[np.argsort(module.token_ids)]
-        if part == "token_ids":
-            return np.sort(np.array(module.token_ids, np.int64))
-        return self._gains() if part == "gain" else self._shifts()
+    def load(self, path: Path, digest: str | None = None) -> PackedAdapter:
+        """Reads, checks and packs the adapter in `path`. With `digest`, its bytes must still be what was committed.
 
-    def _gains(self) -> Array:
-        """Magnitude / ‖W + scale·B·A‖, computed once."""
-        if self._gain is None:
-            module = self._module
-            a, b = self._wide(module.tensor_a), self._wide(module.tensor_b)[self._rows]
-            squares = self._of_base().squared_norms(module.layer, module.module, a, b * np.float32(module.scale))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                gain = self._wide(module.magnitude)[self._rows] / np.sqrt(np.maximum(squares, 0))
-            if not np.isfinite(gain).all():
-                raise AdapterInvalid("values_not_finite", "the magnitude belongs to a row of zeros", module.magnitude)
-            self._gain = gain.astype("<f4")
-        return self._gain
+        Raises AdapterError (AdapterInvalid for damaged files), OSError for what may pass when tried again.
+        """
+        if digest is not None and content_digest(path) != digest:
+            raise AdapterInvalid("adapter_damaged", DAMAGED)
+        with open_regular(path / WEIGHTS_FILE) as file:
+            blueprint = self._blueprints.get(path, file)
+            if digest is None:
+                check_content(file, blueprint.found, self._shape)
+            else:
+                check_copies(file, blueprint.found.copies, self._shape)
+            return self._pack(file, blueprint)
 
-    def _shifts(self) -> Array:
-        """What is left to add after g ∘ (W·x + b + B·A·x): the trained bias in the place of g∘b, and B's own bias."""
-        module = self._module
-        gain = self._gains() if module.magnitude else np.float32(1)
-        shift = np.zeros(self._rows.stop - self._rows.start, np.float32)
-        base = self._of_base().bias(module.layer, module.module) if module.bias or module.magnitude else None
-        if base is not None:
-            shift += (self._wide(module.bias)[self._rows] if module.bias else base) - gain * base
-        if module.lora_bias:
-            shift += self._wide(module.lora_bias)[self._rows] * np.float32(module.scale)
-        return shift
+    def load_stored(self, store: AdapterStore, ref: AdapterRef) -> PackedAdapter:
+        """load() from a store. What is damaged is got anew once, if the store can. Raises AdapterError, OSError."""
+        packed = self._load_stored(store, ref.digest)
+        if packed.num_added != ref.num_added:  # by which ids were checked
+            raise AdapterInvalid("adapter_damaged", f"it has {packed.num_added} new tokens, not {ref.num_added}")
+        return packed
 
-    def _of_base(self) -> BaseWeights:
-        if self._base is None:
-            raise ValueError("this adapter can't be packed without the base's weights")
-        return self._base
+    def _load_stored(self, store: AdapterStore, digest: str) -> PackedAdapter:
+        try:
+            with store.reading(digest) as directory:
+                return self.load(directory, digest)
+        except AdapterInvalid as error:
+            if error.code != "adapter_damaged" or not store.renew(digest):
+                raise
+            log.warning("adapter %s was damaged in the cache on the disk and is fetched again", digest)
+        with store.reading(digest) as directory:
+            return self.load(directory, digest)
 
-    def _cast(self, name: str, kind: str, scale: float = 1.0) -> Array:
-        tensor = self._tensors[name]
-        return cast(read(self._file, tensor), tensor.dtype, kind, scale)
+    def _draw(self, path: Path, file: FileIO) -> Blueprint:
+        found = inspect(path, file, self._shape, self._limits)
+        shape = self._shape.grown(found.spec.num_added)
+        directory = np.zeros((shape.num_layers + 1, len(MODULES), NUM_FIELDS), np.int64)
+        pieces, rest, position = [], [], 0
+        for module in found.spec.modules:
+            row = directory[module.layer, MODULES.index(module.module)]
+            row[RANK] = module.rank or len(module.token_ids)
+            for part, count in extents(module, shape, self._dtype.itemsize):
+                column, flag = _COLUMNS[part]
+                row[column] = position // UNIT
+                row[FLAGS] |= flag
+                if module.module in LINEARS and part in ("a", "b"):
+                    pieces.append(_piece(found.tensors, module, part, position, shape))
+                else:
+                    rest.append((module, part, position, count))
+                position += aligned(count)
+        return Blueprint(found, shape, torch.from_numpy(directory), position, spans(pieces), rest)
 
-    def _wide(self, name: str) -> Array:
-        tensor = self._tensors[name]
-        return widen(read(self._file, tensor), tensor.dtype)
+    def _pack(self, file: FileIO, blueprint: Blueprint) -> PackedAdapter:
+        kind = _KINDS[self._dtype]
+        buffer = np.zeros(blueprint.num_elements, STORED[kind])
+        pack(file, blueprint.spans, buffer, kind)
+        for module, group in groupby(blueprint.rest, key=itemgetter(0)):
+            parts = Parts(file, blueprint.found.tensors, module, blueprint.shape, self._base)
+            for _, part, start, count in group:
+                buffer[start : start + count] = parts.get(part, kind).reshape(-1).view(buffer.dtype)
+        spec = blueprint.found.spec
+        packed = torch.from_numpy(buffer).view(self._dtype)
+        return PackedAdapter(packed, blueprint.directory, buffer.nbytes, spec.rank, spec.num_added)
+
+
+def _piece(tensors: Mapping[str, Tensor], module: ModuleSpec, part: str, start: int, shape: BaseShape) -> Piece:
+    """A or B of a linear; its B may be some rows of a tensor that serves several."""
+    outputs, inputs = shape.size(module.module)
+    if part == "a":
+        return Piece(tensors[module.tensor_a], 0, module.rank, inputs, start, 1.0, is_turned=False)
+    first = module.first_row * module.rank
+    return Piece(tensors[module.tensor_b], first, outputs, module.rank, start, module.scale, is_turned=True)

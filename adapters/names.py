@@ -36,8 +36,9 @@ _LINEAR = (
 _BIAS = (("bias", re.compile(r"(?:base_layer\.)?bias")),)
 _WHOLE = (("weight", re.compile(r"(?:modules_to_save(?:\.default)?\.)?weight")),)
 _TABLE = (
-    *_WHOLE,
-    ("copy", re.compile(r"base_layer\.weight")),
+    ("weight", re.compile(r"weight")),
+    ("saved", re.compile(r"modules_to_save(?:\.default)?\.weight")),
+    ("copy", re.compile(r"(?:token_adapter\.)?base_layer\.weight|original_module\.weight")),
     ("tokens", re.compile(r"(?:token_adapter\.)?trainable_tokens_delta(?:\.default)?")),
 )
 _EMBEDDING = (
@@ -55,8 +56,9 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Found:
-    """The tensors of one module, by what they are: "a", "b", "magnitude", "bias", "lora_bias", "weight", "tokens" or
-    "copy". `module` is one of MODULES or FUSED; `path` is its name as PEFT knew it in training."""
+    """The tensors of one module, by what they are: "a", "b", "magnitude", "bias", "lora_bias", "weight", "tokens",
+    "copy", or "saved": "weight" once more. `module` is one of MODULES or FUSED; `path` is its name as PEFT knew it in
+    training."""
 
     layer: int
     module: str
@@ -94,6 +96,9 @@ def collect(tensors: Iterable[Tensor]) -> list[Found]:
         if kind in place.parts:
             _twice(tensor, place.parts[kind])
         place.parts[kind] = tensor
+    for place in found.values():
+        if "saved" in place.parts and "weight" not in place.parts:
+            place.parts["weight"] = place.parts.pop("saved")
     if unknown:
         _refuse(unknown)
     if len(prefixes) > 1:

@@ -122,6 +122,10 @@ class ResidencyCache:
         if error is not None:
             raise error.with_traceback(None)
 
+    def forgive(self, digest: str) -> None:
+        """It was uploaded again: what was known to be wrong with it may be so no more."""
+        self._fetcher.forgive(digest)
+
     def loading_since(self, digest: str, now: float) -> float:
         """When the load of a demanded adapter began; `now` while it waits for memory; 0 while it waits for a thread."""
         entry = self._entries[digest]

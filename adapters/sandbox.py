@@ -1,4 +1,5 @@
-"""validate() in a child process: no environment of ours, no writing, bounded memory, CPU and wall time.
+"""validate() in a child process: no environment of ours, bounded memory, CPU and wall time. It writes nothing, unless
+the weights came in shards: these it joins first, into one file beside them.
 
 The request goes in by stdin, the answer comes back by stdout, both JSON. The child limits itself before it opens the
 first file: what is hostile is the adapter, not this program.
@@ -7,14 +8,19 @@ first file: what is hostile is the adapter, not this program.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 import adapters
+from adapters.header import open_regular
+from adapters.shards import MAX_HEADER_BYTES, is_sharded, join
 from adapters.spec import (
     AdapterError,
     AdapterInvalid,
@@ -24,9 +30,14 @@ from adapters.spec import (
     AdapterUnsupported,
     BaseShape,
 )
-from adapters.validation import Limits, validate
+from adapters.storage import WEIGHTS_FILE
+from adapters.validation import Limits, check_content, inspect, with_new_tokens
 
 _ROOT = Path(adapters.__file__).parent.parent
+INSPECT_CPU_S = 5
+SLOWEST_READ = 32 << 20
+SLOWEST_CHECK = 128 << 20
+"""Bytes per second: what a large adapter may take above the limits of a small one, of wall and of CPU time."""
 _ERRORS = {kind.__name__: kind for kind in (AdapterInvalid, AdapterUnsupported, AdapterTooLarge, AdapterMissing)}
 
 
@@ -43,6 +54,7 @@ class _Answer(msgspec.Struct):
 
 async def run(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
     """Raises AdapterError: what validate() raises, or AdapterInvalid when the child broke its limits."""
+    limits = _for_size(limits, directory)
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", __name__,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -65,6 +77,12 @@ async def run(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
     raise RuntimeError(f"the check of an adapter broke: {complaint.decode(errors='replace')[-2000:]}")
 
 
+def _for_size(limits: Limits, directory: Path) -> Limits:
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    timeout_s, cpu_s = limits.timeout_s + size / SLOWEST_READ, limits.cpu_s + size // SLOWEST_CHECK
+    return replace(limits, timeout_s=timeout_s, cpu_s=cpu_s)
+
+
 def _result(answer: _Answer) -> AdapterSpec:
     if answer.spec is not None:
         return answer.spec
@@ -73,11 +91,11 @@ def _result(answer: _Answer) -> AdapterSpec:
     raise _ERRORS[kind](code, message, param)
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: Limits, file_bytes: int) -> None:
     for kind, bound in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 16),
     ):
@@ -85,11 +103,28 @@ def _limit(limits: Limits) -> None:
     os.nice(5)  # streams that are being answered go first
 
 
+def _validate(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
+    """As validate(). Config and header are small whatever the weights are: a pattern that never ends is not given the
+    time that gigabytes of values may take, while others wait to be checked."""
+    with open_regular(directory / WEIGHTS_FILE) as file:
+        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        soon = math.ceil(time.process_time()) + INSPECT_CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (min(soon, most), most))
+        found = inspect(directory, file, shape, limits)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+        check_content(file, found, shape)
+    return with_new_tokens(directory, found.spec, shape)
+
+
 def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=_Request)
-    _limit(request.limits)
+    directory, limits = Path(request.directory), request.limits
+    has_shards = is_sharded(directory)
+    _limit(limits, limits.max_bytes + MAX_HEADER_BYTES if has_shards else 0)
     try:
-        answer = _Answer(spec=validate(Path(request.directory), request.shape, request.limits))
+        if has_shards:
+            join(directory)
+        answer = _Answer(spec=_validate(directory, request.shape, limits))
     except AdapterError as error:
         answer = _Answer(error=(type(error).__name__, error.code, error.message, error.param))
     except MemoryError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -34,11 +34,24 @@ NO_LAYER = -1
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter as the engine knows it. `digest` is 64 hex digits; `size_bytes` is what it takes when packed."""
+    """An adapter as the engine knows it. `digest` is 64 hex digits; `size_bytes` is what it takes when packed;
+    `num_added` tokens follow the base's vocabulary in its own."""
 
     digest: str
     rank: int = 0
     size_bytes: int = 0
+    num_added: int = 0
+
+
+class NewToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token that the base's tokenizer lacks. `special`: not shown in texts. `lstrip`, `rstrip`: it takes the white
+    space before or after it along."""
+
+    id: int
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class BaseShape:
     linears: module name (of LINEARS) → (out_features, in_features), the same in every layer.
     biases: linears that have a bias.  head_norm_size: of q_norm and k_norm, 0 = there are none.
     weights_dir: where the base's own weights lie, "" = unknown: copies of them can't be compared.
+    num_added: of the tokens, those that an adapter brings; the base's own come first.
     """
 
     num_layers: int
@@ -60,6 +74,11 @@ class BaseShape:
     biases: tuple[str, ...] = ()
     head_norm_size: int = 0
     weights_dir: str = ""
+    num_added: int = 0
+
+    def grown(self, num_added: int) -> BaseShape:
+        """As an adapter with so many tokens of its own sees it."""
+        return replace(self, vocab_size=self.vocab_size + num_added, num_added=num_added) if num_added else self
 
     def size(self, module: str) -> tuple[int, int]:
         """(outputs, inputs) of one of MODULES; a norm is (width, 1)."""
@@ -88,6 +107,7 @@ class ModuleSpec:
     bias, lora_bias   replaces the base's bias; is added to B·A·x before it is scaled
     weight            replaces the whole module (norms, embed_tokens, lm_head)
     tokens            rows that replace those of `token_ids` (embed_tokens, lm_head)
+    added             its last rows are those of new tokens (embed_tokens, lm_head)
     """
 
     layer: int
@@ -103,6 +123,14 @@ class ModuleSpec:
     weight: str = ""
     tokens: str = ""
     token_ids: tuple[int, ...] = ()
+    added: str = ""
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all that it is made of."""
+        a_and_b = (self.tensor_a, self.tensor_b)
+        rest = (self.magnitude, self.bias, self.lora_bias, self.weight, self.tokens, self.added)
+        return [name for name in (*a_and_b, *rest) if name]
 
     def has_shift(self, shape: BaseShape) -> bool:
         """Something is added besides B·A·x: a bias, or what the gain must not scale."""
@@ -120,6 +148,8 @@ class AdapterSpec:
     packed_bytes: int  # in the engine, at 2 bytes per element
     base_model: str | None = None
     warnings: tuple[str, ...] = field(default=())
+    num_added: int = 0  # tokens beyond the base's vocabulary
+    new_tokens: tuple[NewToken, ...] = ()  # what texts they stand for, as far as the adapter's tokenizer says
 
 
 ALIGNMENT = 32
@@ -131,7 +161,8 @@ def aligned(num_elements: int) -> int:
 
 
 def extents(module: ModuleSpec, shape: BaseShape, itemsize: int) -> Iterator[tuple[str, int]]:
-    """What is stored of a module, in order: (part, elements of `itemsize` bytes). Vectors are fp32, ids int64."""
+    """What is stored of a module, in order: (part, elements of `itemsize` bytes). Vectors are fp32, ids int64. `shape`
+    has grown by the adapter's own tokens."""
     outputs, inputs = shape.size(module.module)
     if module.rank:
         yield "a", module.rank * inputs
@@ -141,6 +172,8 @@ def extents(module: ModuleSpec, shape: BaseShape, itemsize: int) -> Iterator[tup
     if module.tokens:
         yield "tokens", len(module.token_ids) * shape.hidden_size
         yield "token_ids", len(module.token_ids) * (8 // itemsize)
+    if module.added:
+        yield "added", shape.num_added * shape.hidden_size
     if module.magnitude:
         yield "gain", outputs * (4 // itemsize)
     if module.has_shift(shape):

@@ -2,6 +2,7 @@
 
 Patterns come from strangers and Python's `re` can take exponential time: in the gateway a subprocess with a CPU limit
 bears that, and MATCH_SECONDS keeps what passes there harmless for the engine, which matches once more at load.
+It is more patient: a virtual machine may count as CPU time what its host took away.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _PLAIN = re.compile(
 class Targets:
     """Answers for module keys as PEFT knows them, such as "model.layers.0.self_attn.q_proj"."""
 
-    def __init__(self, config: LoraConfig) -> None:
-        """Raises AdapterInvalid for a pattern that isn't a regular expression."""
+    def __init__(self, config: LoraConfig, limit_s: float = MATCH_SECONDS) -> None:
+        """`limit_s` of CPU time for all answers together. Raises AdapterInvalid for a pattern that isn't a regular
+        expression."""
         self._config = config
+        self._limit_s = limit_s
         self._spent_s = 0.0
         self._includes = _Names("target_modules", config.target_modules, by_name=True)
         self._excludes = _Names("exclude_modules", config.exclude_modules, by_name=False)
@@ -82,11 +85,19 @@ class Targets:
         if not self._layers:
             return layer
         found = next((match for match in (pattern.match(key) for pattern in self._layers) if match), None)
-        return int(found.groups()[-1]) if found else None
+        if found is None:
+            return None
+        if found.groups()[-1] is None:  # an alternative that matches without the number behind it
+            raise AdapterInvalid(
+                "config_invalid",
+                "adapter_config.json: layers_pattern matches without a layer's number",
+                "layers_pattern",
+            )
+        return int(found.groups()[-1])
 
     def _charge(self, start: float) -> None:
         self._spent_s += time.thread_time() - start
-        if self._spent_s > MATCH_SECONDS:
+        if self._spent_s > self._limit_s:
             raise AdapterInvalid("config_too_complex", "the patterns in adapter_config.json take too long to match")
 
 

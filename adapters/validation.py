@@ -11,18 +11,20 @@ than ours in base_model_name_or_path is a warning, because the same model goes b
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
 from adapters.agreement import Agreement
-from adapters.base_copies import check_copies
+from adapters.base_copies import check_copies, check_twins
 from adapters.config import MAX_CONFIG_BYTES, LoraConfig, parse_config
 from adapters.header import Tensor, open_regular, read_header
 from adapters.names import FUSED, Found, collect
+from adapters.new_tokens import TOKENIZER_FILE, read_new_tokens
 from adapters.spec import (
     MODULES,
     NO_LAYER,
@@ -37,13 +39,14 @@ from adapters.spec import (
     shown,
 )
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
-from adapters.targets import Targets
+from adapters.targets import MATCH_SECONDS, Targets
 from adapters.values import check_values
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an adapter may cost. `max_bytes` is of the weights file; the last three bound the subprocess."""
+    """What an adapter may cost. `max_bytes` is of the weights file; `memory_bytes`, `cpu_s` and `timeout_s` bound the
+    subprocess; `match_s` the CPU time of its patterns."""
 
     max_rank: int = 64
     max_bytes: int = 1 << 30
@@ -51,16 +54,22 @@ class Limits:
     memory_bytes: int = 1 << 30
     cpu_s: int = 60
     timeout_s: float = 120.0
+    match_s: float = MATCH_SECONDS
+
+
+PATIENT = Limits(max_rank=sys.maxsize, max_bytes=sys.maxsize, match_s=100 * MATCH_SECONDS)
+"""For what has passed the door."""
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """A spec, where its tensors lie in the weights file, and which of them should equal the base's own: (the copy,
-    the module)."""
+    """A spec, where its tensors lie in the weights file, which of them should equal the base's own: (the copy, the
+    module), and which pairs are one and the same."""
 
     spec: AdapterSpec
     tensors: dict[str, Tensor]
     copies: tuple[tuple[Tensor, str], ...] = ()
+    twins: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def validate(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
@@ -68,7 +77,20 @@ def validate(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
     with open_regular(directory / WEIGHTS_FILE) as file:
         found = inspect(directory, file, shape, limits)
         check_content(file, found, shape)
-    return found.spec
+    return with_new_tokens(directory, found.spec, shape)
+
+
+def with_new_tokens(directory: Path, spec: AdapterSpec, shape: BaseShape) -> AdapterSpec:
+    """What its tokenizer adds. One that does more is refused, or left out where the adapter has no rows of its own."""
+    path = directory / TOKENIZER_FILE
+    if not os.path.lexists(path):
+        return spec
+    try:
+        return replace(spec, new_tokens=read_new_tokens(path, shape.grown(spec.num_added)))
+    except AdapterUnsupported as error:
+        if spec.num_added:
+            raise
+        return replace(spec, warnings=(*spec.warnings, f"{TOKENIZER_FILE} is left out: {error.message}"))
 
 
 def check_content(file: FileIO, found: Inspected, shape: BaseShape) -> None:
@@ -76,12 +98,13 @@ def check_content(file: FileIO, found: Inspected, shape: BaseShape) -> None:
     scales = {name: module.scale for module in found.spec.modules for name in (module.tensor_b, module.lora_bias)}
     check_values(file, found.tensors, scales)
     check_copies(file, found.copies, shape)
+    check_twins(file, found.twins)
 
 
 def describe(directory: Path, shape: BaseShape) -> AdapterSpec:
     """What stored files say they are, by config and header: only for what has been validated before."""
     with open_regular(directory / WEIGHTS_FILE) as file:
-        return inspect(directory, file, shape, Limits(max_rank=sys.maxsize, max_bytes=sys.maxsize)).spec
+        return inspect(directory, file, shape, PATIENT).spec
 
 
 async def validate_in_subprocess(directory: Path, shape: BaseShape, limits: Limits) -> AdapterSpec:
@@ -101,14 +124,15 @@ def inspect(directory: Path, weights: FileIO, shape: BaseShape, limits: Limits) 
             "weights_too_large", f"the weights have {tensors[-1].end} bytes, at most {limits.max_bytes} are allowed"
         )
     found = collect(tensors)
-    targets = Targets(config)
+    num_added = _num_added(found, shape)
+    shape = shape.grown(num_added)
+    targets = Targets(config, limits.match_s)
     agreement = Agreement(config, targets, shape, found)
     agreement.check()
     copies = [(each.parts[kind], each.module) for each in found for kind in _copies(each, agreement)]
-    reader = _Reader(config, targets, shape, limits)
-    modules = tuple(
-        module for each in found for module in reader.read(each, is_copy=agreement.is_copy(each)) if _is_any(module)
-    )
+    reader = _Reader(config, targets, shape, limits, agreement)
+    modules = tuple(_with_tied_head([module for each in found for module in reader.read(each)], shape))
+    _check_vocabulary(modules, shape)
     spec = AdapterSpec(
         modules=modules,
         rank=max(module.rank for module in modules),
@@ -117,8 +141,50 @@ def inspect(directory: Path, weights: FileIO, shape: BaseShape, limits: Limits) 
         packed_bytes=2 * packed_elements(modules, shape),
         base_model=None if config.base_model is None else shown(config.base_model),
         warnings=config.warnings + _base_warnings(config, shape) + _copy_warnings(copies),
+        num_added=num_added,
     )
-    return Inspected(spec, {tensor.name: tensor for tensor in tensors}, tuple(copies))
+    twins = tuple((each.parts["weight"], each.parts["saved"]) for each in found if "saved" in each.parts)
+    return Inspected(spec, {tensor.name: tensor for tensor in tensors}, tuple(copies), twins)
+
+
+def _num_added(found: list[Found], shape: BaseShape) -> int:
+    """How many rows the largest table has beyond the base's."""
+    tables = [each.parts[kind] for each in found if each.module in TABLES for kind in _WHOLE if kind in each.parts]
+    rows = [table.shape[0] for table in tables if table.shape[1:] == (shape.hidden_size,)]
+    return max(0, max(rows, default=0) - shape.vocab_size)
+
+
+_WHOLE = ("weight", "saved", "copy")
+
+
+def _with_tied_head(modules: list[ModuleSpec], shape: BaseShape) -> Iterator[ModuleSpec]:
+    """What is changed, with the head changing as the embedding where both are one matrix."""
+    found = {module.module: module for module in modules if module.module in TABLES}
+    yield from (module for module in modules if _is_any(module) and module.module != "lm_head")
+    head = found.get("lm_head", ModuleSpec(NO_LAYER, "lm_head"))
+    embedding = found.get("embed_tokens")
+    if embedding is not None and shape.tie_word_embeddings:
+        if embedding.tokens and not head.tokens:
+            head = replace(head, tokens=embedding.tokens, token_ids=embedding.token_ids)
+        if not head.weight and not head.added:
+            head = replace(head, added=embedding.added)
+    if _is_any(head):
+        yield head
+
+
+def _check_vocabulary(modules: Iterable[ModuleSpec], shape: BaseShape) -> None:
+    """New tokens have rows in both tables. Raises AdapterUnsupported."""
+    if not shape.num_added:
+        return
+    found = {module.module: module for module in modules if module.module in TABLES}
+    for name in TABLES:
+        module = found.get(name)
+        if module is None or not (module.added or module.weight):
+            raise AdapterUnsupported("unsupported_vocabulary", f"{name} has no rows for the new tokens", name)
+        if module.magnitude:
+            raise AdapterUnsupported(
+                "unsupported_vocabulary", f"DoRA on {name} can't be combined with new tokens", module.magnitude
+            )
 
 
 def _copies(each: Found, agreement: Agreement) -> Iterator[str]:
@@ -130,54 +196,57 @@ def _copies(each: Found, agreement: Agreement) -> Iterator[str]:
 
 
 def _is_any(module: ModuleSpec) -> bool:
-    return bool(module.rank or module.weight or module.tokens or module.bias)
+    return bool(module.rank or module.weight or module.tokens or module.bias or module.added)
 
 
 class _Reader:
     """From the tensors of a module to what they do, with every shape checked."""
 
-    def __init__(self, config: LoraConfig, targets: Targets, shape: BaseShape, limits: Limits) -> None:
+    def __init__(
+        self, config: LoraConfig, targets: Targets, shape: BaseShape, limits: Limits, agreement: Agreement
+    ) -> None:
+        self._agreement = agreement
         self._config = config
         self._targets = targets
         self._shape = shape
         self._limits = limits
 
-    def read(self, each: Found, is_copy: bool) -> Iterator[ModuleSpec]:
+    def read(self, each: Found) -> Iterator[ModuleSpec]:
         """One spec for every module of ours that this one stands for."""
         members = FUSED.get(each.module, (each.module,))
         sizes = [self._shape.size(member) for member in members]
         rank = self._check(each, sum(outputs for outputs, _ in sizes), sizes[0][1])
         scale = self._config.scale(self._targets.alpha(each.path), rank) if rank else 1.0
         names = {kind: tensor.name for kind, tensor in each.parts.items()}
+        copy = names.get("copy", "")
+        if self._agreement.is_copy(each):
+            copy = names.pop("weight")
         first_row = 0
         for member, (outputs, _) in zip(members, sizes, strict=True):
             yield ModuleSpec(
                 each.layer, member, rank, scale, names.get("a", ""), names.get("b", ""), first_row,
                 magnitude=names.get("magnitude", ""), bias=names.get("bias", ""),
-                lora_bias=names.get("lora_bias", ""), weight="" if is_copy else names.get("weight", ""),
-                tokens=names.get("tokens", ""), token_ids=self._config.token_ids.get(each.module, ()),
+                lora_bias=names.get("lora_bias", ""), weight=names.get("weight", ""),
+                tokens=names.get("tokens", ""), token_ids=self._agreement.token_ids(each.module),
+                added=copy if self._shape.num_added and "weight" not in names else "",
             )  # fmt: skip
             first_row += outputs
-        if "tokens" in names and each.module == "embed_tokens" and self._shape.tie_word_embeddings:
-            yield ModuleSpec(  # the head is the same matrix, and changes with it
-                NO_LAYER, "lm_head", tokens=names["tokens"], token_ids=self._config.token_ids["embed_tokens"]
-            )
 
     def _check(self, each: Found, outputs: int, inputs: int) -> int:
         """The rank of A and B, 0 where there are none."""
         a = each.parts.get("a")
         rank = a.shape[0] if a is not None and len(a.shape) == 2 else 0
-        num_tokens = len(self._config.token_ids.get(each.module, ()))
+        token_ids = self._agreement.token_ids(each.module) if "tokens" in each.parts else ()
         shape = self._shape
         table = (shape.vocab_size, shape.hidden_size)
         expected = {
             "a": (rank, inputs), "b": (outputs, rank), "magnitude": (outputs,), "bias": (outputs,),
             "lora_bias": (outputs,), "weight": table if each.module in TABLES else (outputs,), "copy": table,
-            "tokens": (num_tokens, shape.hidden_size),
+            "saved": table, "tokens": (len(token_ids), shape.hidden_size),
         }  # fmt: skip
         for kind, tensor in each.parts.items():
             self._check_tensor(each, tensor, expected[kind])
-        if any(index >= shape.vocab_size for index in self._config.token_ids.get(each.module, ())):
+        if any(index >= shape.vocab_size for index in token_ids):
             raise _vocabulary(each.parts["tokens"], shape)
         if a is not None:
             self._check_rank(each, a, rank)
@@ -220,7 +289,7 @@ class _Reader:
 def _vocabulary(tensor: Tensor, shape: BaseShape) -> AdapterUnsupported:
     return AdapterUnsupported(
         "unsupported_vocabulary",
-        f"{shown(tensor.name)} has rows for new tokens: the base has {shape.vocab_size} rows, and they can't be added",
+        f"{shown(tensor.name)} is of tokens beyond the {shape.vocab_size} that embed_tokens and lm_head have rows for",
         tensor.name,
     )
 

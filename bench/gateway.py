@@ -1,16 +1,24 @@
-"""What the gateway costs: Chorus with an engine that answers at once, real Redis, SQLite or PostgreSQL; keys, limits
-and ledger on. One line of JSON per measurement.
+"""What the gateway costs: Chorus with an engine that answers at once behind the real socket, real Redis, SQLite or
+PostgreSQL; keys, limits and ledger on. One line of JSON per measurement.
 
-    python bench/gateway.py [--model DIR] [--workers 2] [--connections 32] [--seconds 10] [--database URL]
-                            [--floor REQ_S] [--litellm PATH/TO/litellm]
+    python -m bench.gateway [--model DIR] [--workers 2] [--connections 32] [--seconds 10]
+                            [--database URL|postgresql] [--soak SECONDS] [--floor REQ_S] [--litellm PATH/TO/litellm]
 
-    plain     non-stream chats, as fast as they go; cpu_ms of the workers per request
-    half      the same at half that rate: the added latency
-    stream    streams of 64 tokens: events per second           rss       of the workers, before and after
+    plain     non-stream chats of 8 tokens, no two of them equal, as fast as they go
+    half      the same at half that rate, when they become due and not when others have ended: the added latency, from
+              the request's bytes to the answer's last ones (the engine's own way included)
+    burst     streams of 64 tokens that are there at once: events per second
+    stream    five times as many streams of 64 tokens, one every 20 ms: what an event costs that is sent alone
+    soak      with --soak, plain chats at a quarter of the rate for so long: memory of the workers, ten times on the way
     litellm   with --litellm: the LiteLLM proxy (master key, no database, no Redis, its production settings) in front of
-              an HTTP upstream that answers the same text at once, measured in turn with Chorus
+              an HTTP upstream that answers the same text at once, in turn with Chorus, twice with as many workers as
+              Chorus has, and twice with one
 
-Load generator, gateway, Redis and database share the machine. --floor makes the exit status 1 when `plain` is below it.
+--database postgresql makes a server for the run, tuned as that of the tests: it writes without waiting for the disk.
+
+Everything shares the machine, so `cpu_ms` says what each part takes of it for one request (for streams: for one event):
+gateway, redis, engine (the stand-in), client (the load generator). `bound` is what the machine's cores could do at
+that cost if they did nothing else. --floor makes the exit status 1 when `plain` is below it.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,78 +43,35 @@ import uvloop
 
 import migrations
 from bench.load import Result, load, post
-from engine.client import Engine
-from engine.protocol import Accepted, Chunk, Generate, Ready
+from bench.meter import NUM_CORES, Meter, descendants, rss_mb
+from engine.model.config import ModelConfig
+from gateway.acceptor import Tally
 from gateway.settings import Settings
 
 DEMO_MODEL = Path(__file__).parent.parent / "data" / "models" / "smollm2-135m-instruct"
 ADMIN_KEY = "an-admin-key-for-the-bench"
 MESSAGES = [{"role": "user", "content": "Tell me about the sea, in one sentence."}]
-UPSTREAM_ANSWER = {
-    "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "bench",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "ok " * 8}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 12, "completion_tokens": 8, "total_tokens": 20},
-}  # fmt: skip
+NUM_DIFFERENT = 997
+CLIENT_NICE = -10
+"""The load generator goes first, as if it were on a machine of its own: else its own waiting would be the tail."""
 
 
-class Instant:
-    """An engine that answers at once: max_tokens tokens, one chunk each, `delay_s` apart."""
-
-    def __init__(self, vocab_size: int, max_model_len: int, delay_s: float = 0.0) -> None:
-        self._delay_s = delay_s
-        self.stats = None
-        self.ready = Ready(
-            boot_id="bench", model="bench", fingerprint="f", max_model_len=max_model_len, vocab_size=vocab_size,
-            eos_token_ids=[0], block_size=16, num_blocks=4096, max_num_seqs=1024, max_lora_rank=64,
-            adapter_memory_bytes=0, pin_memory_bytes=0, dtype="float32", device="cpu",
-        )  # fmt: skip
-
-    async def generate(self, request: Generate) -> InstantGeneration:
-        return InstantGeneration(request, self._delay_s)
-
-    async def warm(self, adapter: object) -> None: ...
-    async def evict(self, digest: str) -> None: ...
-
-
-class InstantGeneration:
-    """One token per chunk, and per turn of the event loop."""
-
-    def __init__(self, request: Generate, delay_s: float) -> None:
-        self._delay_s = delay_s
-        self.accepted = Accepted(request.id)
-        self._id = request.id
-        self._left = self._count = request.params.max_tokens or 1
-
-    def __aiter__(self) -> InstantGeneration:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if not self._left:
-            raise StopAsyncIteration
-        await asyncio.sleep(self._delay_s)
-        self._left -= 1
-        return Chunk(self._id, 0, self._count - self._left - 1, [500], None if self._left else "length")
-
-    def stop(self, choice: int) -> None: ...
-    async def aclose(self) -> None: ...
-
-
-def work(settings: Settings, listen_fd: int, delay_s: float) -> None:
+def work(settings: Settings, listen_fd: int, tally_fd: int, number: int) -> None:
     """One worker process, served as `chorus serve` does it."""
-    from engine.model.config import ModelConfig
     from gateway.app import create_app
     from gateway.child import serve
 
     async def beat() -> None: ...
 
-    model = ModelConfig.from_dir(settings.model_dir)
-    engine: Engine = Instant(model.vocab_size, model.max_position, delay_s)  # type: ignore[assignment]
-    serve(create_app(settings, engine), settings, [listen_fd], beat)
+    serve(create_app(settings), settings, [listen_fd], beat, Tally(tally_fd, number))
 
 
 @contextlib.contextmanager
 def child(*command: str, fds: tuple[int, ...] = (), **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    usual = os.getpriority(os.PRIO_PROCESS, 0) == CLIENT_NICE
     process = subprocess.Popen(command, pass_fds=fds, env=os.environ | environment, stdout=subprocess.DEVNULL)
+    if usual:
+        os.setpriority(os.PRIO_PROCESS, process.pid, 0)
     try:
         yield process
     finally:
@@ -128,26 +94,77 @@ async def answers(port: int, path: str, key: str = "none") -> None:
     raise SystemExit(f"nothing answers on port {port}")
 
 
+@dataclass(frozen=True)
+class Served:
+    """Something to ask: where, with which key, and the processes of each of its parts."""
+
+    port: int
+    key: str
+    parts: dict[str, list[int]]
+
+    def post(self, **more: object) -> list[bytes]:
+        """Requests, no two of them equal."""
+        asked = MESSAGES[0]["content"]
+        bodies = [
+            {"model": "bench", "messages": [{"role": "user", "content": f"{asked} Number {i}!"}], **more}
+            for i in range(NUM_DIFFERENT)
+        ]
+        return [post("/v1/chat/completions", self.key, body) for body in bodies]
+
+
 @contextlib.asynccontextmanager
-async def chorus(options: argparse.Namespace, directory: Path) -> AsyncIterator[tuple[int, str, list[int]]]:
-    """→ port, a tenant's key, the workers' process ids."""
+async def chorus(options: argparse.Namespace, directory: Path, **more: object) -> AsyncIterator[Served]:
     redis = f"{directory}/redis.sock"
-    settings = Settings(
-        model=str(options.model), data_dir=directory, redis_url=f"unix://{redis}", admin_key=ADMIN_KEY,
-        database_url=options.database or f"sqlite:///{directory}/chorus.db", pepper="bench", served_name="bench",
-    )  # fmt: skip
+    with database(options.database or f"sqlite:///{directory}/chorus.db") as database_url:
+        own = {"data_dir": directory, "redis_url": f"unix://{redis}", "database_url": database_url}
+        async with _served(options, redis, own | more) as served:
+            yield served
+
+
+@contextlib.contextmanager
+def database(wanted: str) -> Iterator[str]:
+    """Its URL."""
+    if wanted != "postgresql":
+        yield wanted
+        return
+    from tests.services import PostgresServer
+
+    server = PostgresServer()
+    try:
+        server.start()
+        yield server.create()
+    finally:
+        server.close()
+
+
+@contextlib.asynccontextmanager
+async def _served(options: argparse.Namespace, redis: str, own: dict[str, object]) -> AsyncIterator[Served]:
+    flags = {"model": str(options.model), "admin_key": ADMIN_KEY, "pepper": "bench", "served_name": "bench", **own}
+    settings = Settings.load(flags, {})
+    directory = settings.data_dir
+    settings.run_dir.mkdir(exist_ok=True)
     migrations.upgrade(settings.database_url)
+    model = ModelConfig.from_dir(settings.model_dir)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port, job = listener.getsockname()[1], settings.model_dump_json()
+    port, fd = listener.getsockname()[1], listener.fileno()
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
-        stack.enter_context(child("redis-server", "--port", "0", "--unixsocket", redis, "--dir", str(directory),
-                                  "--appendonly", "yes", "--save", ""))  # fmt: skip
-        command = (sys.executable, "-m", "bench.gateway", "--work", job, "--fd", str(listener.fileno()),
-                   "--delay", str(options.delay))  # fmt: skip
-        workers = [stack.enter_context(child(*command, fds=(listener.fileno(),))) for _ in range(options.workers)]
-        await answers(port, "/livez")
-        yield port, await _key(port), [worker.pid for worker in workers]
+        store = stack.enter_context(child("redis-server", "--port", "0", "--unixsocket", redis, "--dir", str(directory),
+                                          "--appendonly", "yes", "--save", ""))  # fmt: skip
+        engine = stack.enter_context(
+            child(sys.executable, "-m", "bench.stand_ins", "engine", settings.engine_endpoints[0],
+                  str(model.vocab_size), str(model.max_position))
+        )  # fmt: skip
+        tally = Tally.share(options.workers)
+        stack.callback(os.close, tally)
+        command = (sys.executable, "-m", "bench.gateway", "--work", settings.model_dump_json(), "--fds")
+        workers = [
+            stack.enter_context(child(*command, str(fd), str(tally), str(number), fds=(fd, tally))).pid
+            for number in range(options.workers)
+        ]
+        await answers(port, "/readyz")
+        key = await _key(port)
+        yield Served(port, key, {"gateway": workers, "redis": [store.pid], "engine": [engine.pid]})
 
 
 async def _key(port: int) -> str:
@@ -168,95 +185,87 @@ litellm_settings: {request_timeout: 600, set_verbose: false, json_logs: true}
 """
 
 
+def litellm_version(command: str) -> str:
+    code = "from importlib.metadata import version; print(version('litellm'))"
+    return subprocess.check_output([Path(command).with_name("python"), "-c", code], text=True).strip()
+
+
 @contextlib.asynccontextmanager
-async def litellm(options: argparse.Namespace, directory: Path) -> AsyncIterator[tuple[int, str]]:
-    """→ port, key. The upstream is one process of this file."""
+async def litellm(options: argparse.Namespace, directory: Path, workers: int) -> AsyncIterator[Served]:
     ports = []
     for _ in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
             ports.append(free.getsockname()[1])
-    config = directory / "litellm.yaml"
-    config.write_text(LITELLM.replace("PORT", str(ports[0])).replace("KEY", "sk-bench"))
+    config, key = directory / "litellm.yaml", "sk-bench"
+    config.write_text(LITELLM.replace("PORT", str(ports[0])).replace("KEY", key))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(child(sys.executable, "-m", "bench.gateway", "--upstream", str(ports[0])))
-        stack.enter_context(
+        upstream = stack.enter_context(child(sys.executable, "-m", "bench.stand_ins", "upstream", str(ports[0])))
+        proxy = stack.enter_context(
             child(options.litellm, "--config", str(config), "--port", str(ports[1]), "--host", "127.0.0.1",
-                  "--num_workers", str(options.workers), LITELLM_MODE="PRODUCTION", LITELLM_LOG="ERROR")
+                  "--num_workers", str(workers), LITELLM_MODE="PRODUCTION", LITELLM_LOG="ERROR")
         )  # fmt: skip
-        await answers(ports[1], "/health/liveliness", "sk-bench")
-        yield ports[1], "sk-bench"
-
-
-async def upstream(port: int) -> None:
-    """HTTP that answers the same text at once."""
-    raw = json.dumps(UPSTREAM_ANSWER).encode()
-    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
-
-    class Server(asyncio.Protocol):
-        def connection_made(self, transport: Any) -> None:
-            self.transport = transport
-
-        def data_received(self, data: bytes) -> None:
-            if data.endswith(b"}"):
-                self.transport.write(answer)
-
-    await (await asyncio.get_running_loop().create_server(Server, "127.0.0.1", port)).serve_forever()
-
-
-def rss_mb(pids: list[int]) -> list[int]:
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
-    return [count * os.sysconf("SC_PAGE_SIZE") >> 20 for count in pages]
-
-
-def cpu_s(pids: list[int]) -> float:
-    """What the processes have used so far."""
-    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(row[11]) + int(row[12]) for row in fields) / os.sysconf("SC_CLK_TCK")
+        await answers(ports[1], "/health/liveliness", key)
+        yield Served(ports[1], key, {"gateway": descendants(proxy.pid), "upstream": [upstream.pid]})
 
 
 def report(name: str, **values: object) -> None:
     print(json.dumps({"bench": name, **values}), flush=True)
 
 
+REQUESTS = {
+    "burst": {"max_tokens": 64, "stream": True}, "stream": {"max_tokens": 64, "stream": True, "seed": 20},
+}  # fmt: skip
+
+
+async def measured(name: str, served: Served, options: argparse.Namespace, **more: Any) -> Result:
+    """One kind of requests, reported with what they cost."""
+    meter = Meter(**served.parts)
+    pace = {"connections": options.connections, "seconds": options.seconds} | more
+    result = await load(served.port, served.post(**REQUESTS.get(name, {"max_tokens": 8})), **pace)
+    cpu_ms = meter.per(result.events or len(result.latencies))
+    report(name, **result.as_dict(), bound=round(1000 * NUM_CORES / cpu_ms["sum"]), cpu_ms=cpu_ms)
+    return result
+
+
 async def measure(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         async with contextlib.AsyncExitStack() as stack:
-            port, key, pids = await stack.enter_async_context(chorus(options, Path(name)))
-            plain = post("/v1/chat/completions", key, {"model": "bench", "messages": MESSAGES, "max_tokens": 8})
-            stream = post(
-                "/v1/chat/completions", key, {"model": "bench", "messages": MESSAGES, "max_tokens": 64, "stream": True}
-            )
-
-            async def run(request: bytes, seconds: float = options.seconds, **more: Any) -> Result:
-                return await load(port, request, connections=options.connections, seconds=seconds, **more)
-
-            await run(plain, 2)
-            before = rss_mb(pids)
-            used = cpu_s(pids)
-            full = await run(plain)
-            cpu_ms = round((cpu_s(pids) - used) / len(full.latencies) * 1000, 3)
-            report("plain", workers=options.workers, connections=options.connections, cpu_ms=cpu_ms, **full.as_dict())
-            report("half", **(await run(plain, rate=full.rate / 2)).as_dict())
-            report("stream", **(await run(stream)).as_dict())
-            report("rss", mb_before=before, mb_after=rss_mb(pids))
-            if options.litellm:
-                await compare(options, Path(name), stack, run, plain)
+            served = await stack.enter_async_context(chorus(options, Path(name)))
+            await load(served.port, served.post(max_tokens=8), connections=options.connections, seconds=2)
+            before = rss_mb(served.parts["gateway"])
+            full = await measured("plain", served, options)
+            await measured("half", served, options, rate=full.rate / 2)
+            await measured("burst", served, options)
+            await measured("stream", served, options, connections=5 * options.connections)
+            report("rss", mb_before=before, mb_after=rss_mb(served.parts["gateway"]))
+            if options.soak:
+                await soak(served, options, full.rate / 4)
+            for workers in sorted({options.workers, 1}, reverse=True) if options.litellm else ():
+                async with litellm(options, Path(name), workers) as other:
+                    await compare(served, other, options, workers)
     return int(full.rate < options.floor)
 
 
-async def compare(options: argparse.Namespace, directory: Path, stack: Any, run: Any, plain: bytes) -> None:
-    port, key = await stack.enter_async_context(litellm(options, directory))
-    request = post("/v1/chat/completions", key, {"model": "bench", "messages": MESSAGES, "max_tokens": 8})
-    await load(port, request, connections=options.connections, seconds=3)
+async def soak(served: Served, options: argparse.Namespace, rate: float) -> None:
+    curve, num_requests = [rss_mb(served.parts["gateway"])], 0
+    for _ in range(10):
+        request = served.post(max_tokens=8)
+        part = await load(served.port, request, connections=options.connections, seconds=options.soak / 10, rate=rate)
+        num_requests += len(part.latencies)
+        curve.append(rss_mb(served.parts["gateway"]))
+    report("soak", seconds=options.soak, requests=num_requests, mb=curve)
+
+
+async def compare(own: Served, other: Served, options: argparse.Namespace, workers: int) -> None:
+    """In turn, so that what else the machine does falls on both."""
+    await load(other.port, other.post(max_tokens=8), connections=options.connections, seconds=3)
     for _ in range(2):
-        other = await load(port, request, connections=options.connections, seconds=options.seconds)
-        own = await run(plain)
+        theirs = await measured("litellm", other, options)
+        ours = await measured("plain", own, options)
         report(
-            "litellm",
-            **other.as_dict(),
-            chorus_requests_per_s=round(own.rate, 1),
-            ratio=round(own.rate / other.rate, 1),
-        )
+            "ratio", chorus_to_litellm=round(ours.rate / theirs.rate, 1), workers=[options.workers, workers],
+            litellm=litellm_version(options.litellm),
+        )  # fmt: skip
 
 
 def main() -> int:
@@ -266,19 +275,18 @@ def main() -> int:
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--database", default="")
+    parser.add_argument("--soak", type=float, default=0.0)
     parser.add_argument("--floor", type=float, default=0.0)
     parser.add_argument("--litellm", default="")
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--delay", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--upstream", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--fds", type=int, nargs=3, default=(), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(Settings.model_validate_json(options.work), options.fd, options.delay)
+        work(Settings.model_validate_json(options.work), *options.fds)
         return 0
-    if options.upstream:
-        uvloop.run(upstream(options.upstream))
     started = time.perf_counter()
+    with contextlib.suppress(PermissionError):  # what it starts, it starts at the usual priority: see child()
+        os.setpriority(os.PRIO_PROCESS, 0, CLIENT_NICE)
     status = uvloop.run(measure(options))
     report("end", seconds=round(time.perf_counter() - started))
     return status

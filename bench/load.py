@@ -1,24 +1,31 @@
 """A cheap HTTP/1.1 load generator: keep-alive connections, each with one request under way; counts, latencies, events.
 
 It shares the machine with what it measures, so it parses as little as it can: status, the end of the answer, and how
-many `data:` lines came.
+many `data:` lines came. Without a rate every connection asks again at once. With one, requests become due at random
+(Poisson, the same in every run), whatever becomes of earlier ones, and take a free connection, or wait for one: that
+counts. What the generator itself is late by, because somebody else had the core, is told apart, as `late`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 
 @dataclass
 class Result:
-    """What came of one run. `latencies` in seconds, `gaps` the longest pause between two pieces of each stream."""
+    """What came of one run, in seconds."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     events: int = 0
 
@@ -26,15 +33,18 @@ class Result:
     def rate(self) -> float:
         return len(self.latencies) / self.seconds
 
-    def percentile_ms(self, percent: float) -> float:
-        ordered = sorted(self.latencies)
-        return round(ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] * 1000, 2)
-
     def as_dict(self) -> dict[str, object]:
-        return {
-            "requests_per_s": round(self.rate, 1), "p50_ms": self.percentile_ms(50), "p99_ms": self.percentile_ms(99),
-            "events_per_s": round(self.events / self.seconds), "statuses": self.statuses,
+        found: dict[str, object] = {
+            "requests_per_s": round(self.rate, 1), "p50_ms": percentile_ms(self.latencies, 50),
+            "p99_ms": percentile_ms(self.latencies, 99), "events_per_s": round(self.events / self.seconds),
+            "statuses": self.statuses,
         }  # fmt: skip
+        return found | {"late_p99_ms": percentile_ms(self.late, 99)} if self.late else found
+
+
+def percentile_ms(values: list[float], percent: float) -> float:
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] * 1000, 2) if ordered else 0.0
 
 
 def post(path: str, key: str, body: dict[str, object]) -> bytes:
@@ -47,43 +57,79 @@ def post(path: str, key: str, body: dict[str, object]) -> bytes:
     return head.encode() + raw
 
 
-class _Connection(asyncio.Protocol):
-    """Sends `request` again and again, until `stop_at`; with `every_s`, not before its time has come."""
+class _Run:
+    """The requests of one run, in turn, and what comes of them."""
 
-    def __init__(self, request: bytes, result: Result, stop_at: float, every_s: float, offset_s: float) -> None:
+    def __init__(self, requests: Sequence[bytes], seconds: float, rate: float | None) -> None:
+        self.result = Result()
+        self.requests = itertools.cycle(requests)
+        self.started = time.perf_counter()
+        self.stop_at = self.started + seconds
+        self.free: deque[_Connection] = deque()
+        self._rate = rate
+        self._due: deque[float] = deque()
+
+    def idle(self, connection: _Connection) -> None:
+        if time.perf_counter() >= self.stop_at:
+            connection.close()
+        elif self._rate is None:
+            connection.send(time.perf_counter())
+        elif self._due:
+            connection.send(self._due.popleft())
+        else:
+            self.free.append(connection)
+
+    async def arrive(self, rate: float) -> None:
+        """Sends what is due, until the end."""
+        for due in self._arrivals(rate):
+            now = time.perf_counter()
+            if due > now:
+                await asyncio.sleep(due - now)
+            now = time.perf_counter()
+            self.result.late.append(now - due)
+            if self.free:
+                self.free.popleft().send(now)
+            else:
+                self._due.append(now)
+        self.stop_at = 0.0  # nothing more becomes due: who comes back now is done
+        while self.free:
+            self.free.popleft().close()
+
+    def _arrivals(self, rate: float) -> Iterator[float]:
+        draw, at = random.Random(0), self.started
+        while (at := at + draw.expovariate(rate)) < self.stop_at:
+            yield at
+
+
+class _Connection(asyncio.Protocol):
+    """One request after the other."""
+
+    def __init__(self, run: _Run) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._request = request
-        self._result = result
-        self._stop_at = stop_at
-        self._every_s = every_s
-        self._due = time.perf_counter() + offset_s
+        self._run = run
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._wait()
+        self._run.idle(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
-            self._result.statuses[0] = self._result.statuses.get(0, 0) + 1
+            self._run.result.statuses[0] = self._run.result.statuses.get(0, 0) + 1
             self.done.set_result(None)
 
-    def _wait(self) -> None:
-        now = time.perf_counter()
-        if now >= self._stop_at:
+    def close(self) -> None:
+        if not self.done.done():
             self.done.set_result(None)
-            self._transport.close()
-        elif self._every_s and self._due > now:
-            asyncio.get_running_loop().call_later(self._due - now, self._send)
-        else:
-            self._send()
+        self._transport.close()
 
-    def _send(self) -> None:
-        self._started = time.perf_counter()
-        self._due = max(self._due + self._every_s, self._started)
-        self._transport.write(self._request)
+    def send(self, since: float) -> None:
+        """A request whose time counts from `since`."""
+        self._since = since
+        self._transport.write(next(self._run.requests))
 
     def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
         self._buffer += data
         head, found, body = self._buffer.partition(b"\r\n\r\n")
         if not found:
@@ -94,27 +140,23 @@ class _Connection(asyncio.Protocol):
                 return
         elif not body.endswith(b"0\r\n\r\n"):
             return
-        status = int(head[9:12])
-        self._result.statuses[status] = self._result.statuses.get(status, 0) + 1
-        self._result.latencies.append(time.perf_counter() - self._started)
-        self._result.events += body.count(b"data: ")
+        result, status = self._run.result, int(head[9:12])
+        result.statuses[status] = result.statuses.get(status, 0) + 1
+        result.latencies.append(now - self._since)
+        result.events += body.count(b"data: ")
         self._buffer = b""
-        self._wait()
+        self._run.idle(self)
 
 
-async def load(port: int, request: bytes, *, connections: int, seconds: float, rate: float | None = None) -> Result:
+async def load(
+    port: int, requests: Sequence[bytes], *, connections: int, seconds: float, rate: float | None = None
+) -> Result:
     """As fast as `connections` can, or `rate` requests per second over all of them."""
-    result = Result()
-    started = time.perf_counter()
-    every_s = connections / rate if rate else 0.0
-    made = [
-        await asyncio.get_running_loop().create_connection(
-            lambda i=i: _Connection(request, result, started + seconds, every_s, every_s * i / connections),  # type: ignore[misc]
-            "127.0.0.1",
-            port,
-        )
-        for i in range(connections)
-    ]
+    run = _Run(requests, seconds, rate)
+    connect = asyncio.get_running_loop().create_connection
+    made = [await connect(lambda: _Connection(run), "127.0.0.1", port) for _ in range(connections)]
+    if rate is not None:
+        await run.arrive(rate)
     await asyncio.gather(*(protocol.done for _, protocol in made))
-    result.seconds = time.perf_counter() - started
-    return result
+    run.result.seconds = time.perf_counter() - run.started
+    return run.result

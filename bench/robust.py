@@ -5,7 +5,7 @@ stream of a token every 20 ms runs, /livez is asked every 50 ms, and meanwhile c
     bytes that are no UTF-8, NaN, a lone surrogate, 10^5 biases, 200 connections that send their headers slowly,
     TLS and HTTP/2 and noise
 
-    python bench/robust.py [--model DIR]
+    python -m bench.robust [--model DIR]
 
 One line of JSON each: statuses, the time to the answer, the size of the largest error, the longest wait for /livez and
 the longest gap in the stream. Exit status 1 when an answer is no 4xx, an error is 10 kB or more, /livez took 200 ms or
@@ -28,7 +28,6 @@ from pathlib import Path
 import uvloop
 
 from bench.gateway import DEMO_MODEL, MESSAGES, chorus, report
-from bench.load import post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 EVERY_S = 0.05
@@ -150,12 +149,10 @@ async def attack(port: int, watch: Watch, pieces: list[bytes], times: int) -> di
 
 async def measure(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
-        async with chorus(options, Path(name)) as (port, key, _):
-            body = {"model": "bench", "messages": MESSAGES, "max_tokens": 4000, "stream": True}
-            watch, is_failed, worst = Watch(), False, attacks(key)
-            watch.tasks = [
-                asyncio.create_task(watch.livez(port)), asyncio.create_task(watch.stream(port, post(CHAT, key, body))),
-            ]  # fmt: skip
+        async with chorus(options, Path(name)) as served:
+            port, watch, is_failed, worst = served.port, Watch(), False, attacks(served.key)
+            endless = served.post(max_tokens=8000, stream=True, seed=20)[0]
+            watch.tasks = [asyncio.create_task(watch.livez(port)), asyncio.create_task(watch.stream(port, endless))]
             await asyncio.sleep(1)
             slow = asyncio.gather(
                 *(exchange(port, [b"GET /livez HTTP/1.1\r\n"] + [b"a: b\r\n"] * 30, 1) for _ in range(200))
@@ -175,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--times", type=int, default=2, help="so many of each at once")
-    parser.set_defaults(database="", workers=1, delay=0.02)
+    parser.set_defaults(database="", workers=1)
     return uvloop.run(measure(parser.parse_args()))
 
 

@@ -1,6 +1,6 @@
 """Offline throughput: generated tokens per second of one mixed batch, as one line of JSON per repetition.
 
-    python bench/throughput.py [--model DIR] [--requests 32] [--prompt-len 128] [--output-len 128] [--dtype bfloat16]
+    python -m bench.throughput [--model DIR] [--requests 32] [--prompt-len 128] [--output-len 128] [--dtype bfloat16]
                                [--adapters N --rank R] [--floor TOK_S]
 
 Prompts are random ids (equal seeds, equal prompts) and outputs have a fixed length: only the engine is measured.

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sqlite3
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
@@ -21,14 +24,15 @@ from tenants.db import Database
 from tenants.usage import Group, UsageLedger, UsageQuery
 
 FIRST = "2026-01-01"
+BATCH = 250_000
 NUMBERS = {
     "sqlite": (
-        "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {rows} - 1)",
+        "WITH RECURSIVE n(i) AS (SELECT {start} UNION ALL SELECT i + 1 FROM n WHERE i < {end} - 1)",
         "date('{first}', '+' || (i % 90) || ' days')",
         "strftime('%Y-%m-%d %H:%M:%S.000000', '{first}', '+' || (i % 90) || ' days', '+' || (i % 86400) || ' seconds')",
     ),
     "postgresql": (
-        "WITH n(i) AS (SELECT generate_series(0, {rows} - 1))",
+        "WITH n(i) AS (SELECT generate_series({start}, {end} - 1))",
         "date '{first}' + (i % 90)::int",
         "timestamptz '{first} 00:00:00+00' + (i % 90) * interval '1 day' + (i % 86400) * interval '1 second'",
     ),
@@ -41,15 +45,30 @@ INSERT INTO usage_entries (attempt_id, request_id, tenant_id, key_id, model, ada
 """
 
 
+def fill_sqlite(path: str, batches: Sequence[str]) -> None:
+    """Without any care for crashes: it is only to be there."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-1000000"):
+            connection.execute(f"PRAGMA {pragma}")
+        for batch in batches:
+            connection.execute(batch)
+
+
 async def run(url: str, rows: int) -> None:
     migrations.upgrade(url, "0004")
     database = Database(url)
-    numbers, day, at = (
-        part.format(rows=rows, first=FIRST) for part in NUMBERS["sqlite" if database.is_sqlite else "postgresql"]
-    )
     started = time.monotonic()
-    async with database.engine.begin() as connection:
-        await connection.execute(text(FILL.format(numbers=numbers, day=day, at=at)))
+    dialect = NUMBERS["sqlite" if database.is_sqlite else "postgresql"]
+    batches = [
+        FILL.format(**dict(zip(("numbers", "day", "at"), [part.format(**chosen) for part in dialect], strict=True)))
+        for start in range(0, rows, BATCH)
+        for chosen in [{"start": start, "end": min(rows, start + BATCH), "first": FIRST}]
+    ]
+    if database.is_sqlite:
+        fill_sqlite(url.partition("///")[2], batches)
+    for batch in () if database.is_sqlite else batches:
+        async with database.engine.begin() as connection:
+            await connection.execute(text(batch))
     print(f"{rows} rows written in {time.monotonic() - started:.1f} s")
     started = time.monotonic()
     migrations.upgrade(url)
@@ -65,9 +84,10 @@ async def run(url: str, rows: int) -> None:
     ]
     assert {name for _, _, groups in reports for name in groups} <= set(get_args(Group))
     for name, query, groups in reports:
-        started = time.monotonic()
+        started, worked = time.monotonic(), time.process_time()
         found = await ledger.sums(query, groups)
-        print(f"{name}: {len(found)} groups in {(time.monotonic() - started) * 1000:.0f} ms")
+        took_ms, own_ms = (time.monotonic() - started) * 1000, (time.process_time() - worked) * 1000
+        print(f"{name}: {len(found)} groups in {took_ms:.0f} ms, of it {own_ms:.0f} ms of CPU here")
     await database.close()
 
 

@@ -2,8 +2,9 @@
 
 Who lacks something is passed over, but not without bound: after so many admissions the others wait for it.
 
-    turn → adapter resident? → blocks free? → running
-             │ no: demanded      │ no: passed over at most max_bypass times (work that has run before: never)
+    turn → adapter resident? → prefix on the disk? → blocks free? → running
+             │ no: demanded      │ yes: passed over    │ no: passed over at most max_bypass times (work that has run
+             │                   └ while it is read    └ before: never)
              └ parked until it is resident; other adapters may pass max_adapter_bypass times once memory is short
 """
 
@@ -14,6 +15,7 @@ from adapters.spec import AdapterError
 from engine.block_pool import BlockPool
 from engine.demands import Demands
 from engine.intake import SchedulerConfig
+from engine.kv_tiers import KVTiers
 from engine.lanes import NO_CLASS, Lanes
 from engine.preemption import Preemption
 from engine.running import Running
@@ -34,6 +36,7 @@ class Admission:
         lanes: Lanes,
         running: Running,
         requests: dict[str, Request],
+        tiers: KVTiers,
     ) -> None:
         self.has_news = False
         self.num_admitted = 0
@@ -47,9 +50,12 @@ class Admission:
         self._lanes = lanes
         self._running = running
         self._requests = requests
-        self._headroom = -(-pool.num_blocks // 100)
-        self._blocked: Sequence | None = None
+        self._tiers = tiers
+        self._spare = pool.num_blocks // 25
+        self._headroom = min(self._spare, -(-pool.num_blocks // 100))
+        self.gathers_for: Sequence | None = None
         self._num_passed = 0
+        self._num_stripped = 0
 
     def push(self, sequence: Sequence) -> None:
         """It waits for its turn."""
@@ -60,6 +66,9 @@ class Admission:
         """A waiting sequence has ended, whatever it waited for."""
         self._lanes.discard(self._requests[sequence.request_id].lane, sequence)
         self._undemand(sequence)
+        self._running.stripped.discard(sequence)
+        if self.gathers_for is sequence:
+            self.gathers_for = None
 
     def absorb(self, now: float) -> None:
         """Takes up what has happened to adapters since the last step; makes room for the first that waits for some."""
@@ -77,16 +86,19 @@ class Admission:
     def next(self, now: float) -> Sequence | None:
         """The next sequence to run, with its adapter and blocks taken; None when nobody else can run now. When all
         rows are taken, another is paused for it."""
-        victim: Sequence | None = None if self._running.has_row else self._running.rows[-1]
-        below = NO_CLASS if victim is None else victim.rank[0]
+        if self._running.num_stripped > self._num_stripped:
+            self._num_stripped = self._running.num_stripped
+            self.has_news = True  # whoever gave way may have given more than was needed
         while self.has_news:
+            victim = self._running.last
+            below = NO_CLASS if victim is None else victim.rank[0]
             sequence = self._lanes.pop(below) if self._num_passed < self._config.lookahead else None
             if sequence is None:
                 self.has_news = False
                 break
             if self._try(sequence, now):
                 return self._give_row(sequence, victim)
-        return self._next_paused() if victim is None else self._next_fair(now)
+        return self._next_paused() if self._running.has_row else self._next_fair(now)
 
     def end_round(self) -> None:
         """Those passed over are back in their places for the next round."""
@@ -111,6 +123,8 @@ class Admission:
         request = self._requests[sequence.request_id]
         if not self._take_adapter(request, sequence, now):
             self._num_passed += 1
+        elif self._awaits_disk(request, sequence, now) or not self.preemption.may_stay(sequence):
+            self._skip(request, sequence)
         elif self._take_blocks(request, sequence):
             self._admit(request, sequence, now)
             return True
@@ -136,7 +150,7 @@ class Admission:
 
     def _next_fair(self, now: float) -> Sequence | None:
         """In place of a row of a lane that has more than its share, the first of a lane that has less."""
-        blocked = self._blocked
+        blocked = self.gathers_for
         found = self.preemption.unfair_row()
         if found is None or (
             blocked is not None and blocked.phase is Phase.WAITING and blocked.rank[0] <= found[0].priority
@@ -164,46 +178,62 @@ class Admission:
         return is_taken is True
 
     def _take_blocks(self, request: Request, sequence: Sequence) -> bool:
-        """Blocks for all tokens it has, those of a known prefix shared; for all that it may ever have, if it can't be
-        made to give them up any more. Beside others some blocks are left for them to grow, or the newcomer would be
-        the first to be preempted."""
+        """Blocks for all tokens it has, those of a known prefix shared. When few are left, some are kept for others to
+        grow, or the newcomer would be the first to be preempted."""
         pool = self._pool
-        if sequence.need > self._room and not self._make_room(sequence):
-            return False
-        hits = self._match(request, sequence)
-        num_tokens = sequence.num_tokens if sequence.may_yield else max(sequence.num_tokens, sequence.max_len - 1)
-        num_new = pool.blocks_for(num_tokens) - len(hits)
+        hits, rest = self._match(request, sequence)
+        num_blocks = pool.blocks_for(sequence.num_tokens)
+        num_new = num_blocks - len(hits)
         sequence.need = num_new + pool.count_free(hits)
         if sequence.need > self._room:
             if not self._make_room(sequence):
                 return False
-            hits = self._match(request, sequence)  # what gave way may have been part of it
-            num_new = pool.blocks_for(num_tokens) - len(hits)
+            hits, rest = self._match(request, sequence)  # what gave way may have been part of it
+            num_new = num_blocks - len(hits)
             if num_new + pool.count_free(hits) > self._room:
                 return False
+        self._give_blocks(sequence, hits, rest, num_new)
+        return True
+
+    def _give_blocks(self, sequence: Sequence, hits: list[int], rest: list[bytes], num_new: int) -> None:
+        """Blocks that the device knows, then such as the host gives back, then new ones."""
+        pool = self._pool
+        slots = self._tiers.claim(sequence, rest)
         pool.share(hits)
         sequence.blocks = hits + pool.allocate(num_new)
-        sequence.num_computed = len(hits) * pool.block_size
+        num_known = len(hits) + len(slots)
+        self._tiers.bring(sequence, slots, sequence.blocks[len(hits) : num_known])
+        if sequence in self._running.stripped:
+            self._running.stripped.discard(sequence)
+            self._tiers.note_resumed(len(slots), (sequence.num_tokens - 1) // pool.block_size - num_known)
+        sequence.num_computed = num_known * pool.block_size
         sequence.num_hashed = len(hits)
+        sequence.read_until = None
         sequence.need = 0
-        return True
 
     @property
     def _room(self) -> int:
-        """Blocks that a newcomer may have."""
-        return self._pool.num_free - (0 if self._running.is_empty else self._headroom)
+        """Blocks that a newcomer may have: all; of the last 4 %, if others run, all but the headroom."""
+        num_free = self._pool.num_free
+        is_short = num_free <= self._spare and not self._running.is_empty
+        return num_free - self._headroom if is_short else num_free
 
     def _make_room(self, sequence: Sequence) -> bool:
         return self.preemption.make_room(sequence, sequence.need - self._room)
 
-    def _match(self, request: Request, sequence: Sequence) -> list[int]:
-        """Blocks of the longest known prefix, short of the last token: its logits are needed. None while logprobs of
-        the prompt are still to be delivered."""
+    def _match(self, request: Request, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+        """(blocks of the longest prefix that the device knows, keys of the full blocks after it), short of the last
+        token: its logits are needed. Nothing while logprobs of the prompt are still to be delivered."""
         if not self._pool.enable_prefix_caching or request.prompt_logprobs is not None:
-            return []
+            return [], []
         limit = (sequence.num_tokens - 1) // self._pool.block_size
         self._pool.extend(sequence.hashes, sequence.hash_seed, sequence.tokens, limit)
-        return self._pool.match(sequence.hashes[:limit])
+        hits = self._pool.match(sequence.hashes[:limit])
+        return hits, sequence.hashes[len(hits) : limit]
+
+    def _awaits_disk(self, request: Request, sequence: Sequence, now: float) -> bool:
+        """What comes next of its prefix is being read."""
+        return self._tiers.disk is not None and self._tiers.must_wait(sequence, self._match(request, sequence)[1], now)
 
     def _admit(self, request: Request, sequence: Sequence, now: float) -> None:
         self.num_admitted += 1
@@ -214,8 +244,8 @@ class Admission:
         if request.num_cached is None:
             self._admit_first(request, sequence)
         request.lane.served_at = request.home.served_at = now
-        if self._blocked is sequence:
-            self._blocked = None
+        if self.gathers_for is sequence:
+            self.gathers_for = None
 
     def _admit_first(self, request: Request, sequence: Sequence) -> None:
         request.num_cached = min(sequence.num_computed, sequence.num_prompt)
@@ -229,15 +259,19 @@ class Admission:
 
     def _pass_over(self, request: Request, sequence: Sequence) -> None:
         """Blocks are short for it. Work that has run before is passed by nobody of its class or below."""
-        if sequence.adapter is not None:
-            self._residency.release(sequence.adapter.digest)
-        self._num_passed += 1
-        self._lanes.defer(request.lane, sequence)
+        self._skip(request, sequence)
         if request.blocked_at is None:
             request.blocked_at = self.num_admitted
         if sequence.has_run or self.num_admitted - request.blocked_at >= self._config.max_bypass:
             self.has_news = False
-            self._blocked = sequence
+            self.gathers_for = sequence
+
+    def _skip(self, request: Request, sequence: Sequence) -> None:
+        """Not now: it gives its adapter back."""
+        if sequence.adapter is not None:
+            self._residency.release(sequence.adapter.digest)
+        self._num_passed += 1
+        self._lanes.defer(request.lane, sequence)
 
     def _undemand(self, sequence: Sequence) -> None:
         if self.demands.withdraw(sequence):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,11 +68,92 @@ class ForwardBatch:
         return len(self.starts_S)
 
 
+class BatchBuilder:
+    """Lays out one step after the other. While the same rows decode, a step differs from the one before by a position
+    per row: the rest is laid out only when a row comes, goes or is stripped, or an adapter moves."""
+
+    def __init__(self, bank: LoraBank | None, block_size: int, device: torch.device | str = "cpu") -> None:
+        self._bank = bank
+        self._block_size = block_size
+        self._device = device
+        self._last: _Decode | None = None
+
+    def build(self, step: Step) -> ForwardBatch:
+        """See build_batch; what it returns is never written to again."""
+        batch = None if self._last is None else self._last.advance(step.rows, self._bank, self._device)
+        if batch is None:
+            batch = build_batch(step, self._bank, self._block_size, self._device)
+            self._last = _Decode.of(step.rows, self._bank, batch)
+        return batch
+
+
+class _Decode:
+    """A batch of rows that decode, and what it was made of. A sequence's table is a new list whenever it does not just
+    get longer."""
+
+    def __init__(self, rows: list[Row], order: list[int], slots: list[int], batch: ForwardBatch) -> None:
+        self._sequences = [row.sequence for row in rows]
+        self._order = order
+        self._slots = slots
+        self._tables = [row.sequence.blocks for row in rows]
+        self._batch = batch
+
+    @classmethod
+    def of(cls, rows: tuple[Row, ...], bank: LoraBank | None, batch: ForwardBatch) -> _Decode | None:
+        if not rows or any(row.num_tokens != 1 or not row.samples for row in rows):
+            return None
+        slots = [_slot(row, bank) for row in rows]
+        order = _order(rows, slots)
+        return cls([rows[index] for index in order], order, [slots[index] for index in order], batch)
+
+    def advance(self, rows: tuple[Row, ...], bank: LoraBank | None, device: torch.device | str) -> ForwardBatch | None:
+        """The batch of these rows, None if they are not the same ones a position further."""
+        last = self._batch
+        if len(rows) != len(self._order):
+            return None
+        sorted_rows = [rows[index] for index in self._order]
+        if any(row.sequence is not sequence for row, sequence in zip(sorted_rows, self._sequences, strict=True)):
+            return None
+        positions_S: Ints = last.contexts_S
+        is_same = (
+            all(row.num_tokens == 1 and row.samples for row in sorted_rows)
+            and [row.start for row in sorted_rows] == positions_S.tolist()
+            and [_slot(row, bank) for row in sorted_rows] == self._slots
+            and all(map(is_, (row.sequence.blocks for row in sorted_rows), self._tables))
+        )
+        tables_SB = _grown(last.tables_SB, self._tables, positions_S, last.block_size) if is_same else None
+        if tables_SB is None:
+            return None
+        blocks_S = tables_SB[last.starts_S, positions_S // last.block_size]
+        self._batch = replace(
+            last,
+            tokens_T=_tensor(_tokens(sorted_rows, len(rows)), device),
+            positions_T=_tensor(positions_S, device),
+            slots_T=_tensor(blocks_S * last.block_size + positions_S % last.block_size, device),
+            contexts_S=positions_S + 1,
+            tables_SB=tables_SB,
+        )
+        return self._batch
+
+
+def _grown(tables_SB: Ints, blocks: list[list[int]], positions_S: Ints, block_size: int) -> Ints | None:
+    """With the blocks that these positions are the first of; None if the table is too narrow."""
+    begun = np.flatnonzero(positions_S % block_size == 0).tolist()
+    if begun and int(positions_S.max()) >= tables_SB.shape[1] * block_size:
+        return None
+    if begun:
+        tables_SB = tables_SB.copy()
+    for row in begun:
+        index = int(positions_S[row]) // block_size
+        tables_SB[row, index] = blocks[row][index]
+    return tables_SB
+
+
 def build_batch(step: Step, bank: LoraBank | None, block_size: int, device: torch.device | str = "cpu") -> ForwardBatch:
     """Lays out a step; every adapter of its rows must be resident in `bank`. Python per row, numpy per token."""
     rows = step.rows
     adapter_S = [_slot(row, bank) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: (adapter_S[index], rows[index].num_tokens > 1))
+    order = _order(rows, adapter_S)
     sorted_rows = [rows[index] for index in order]
     lengths_S = np.array([row.num_tokens for row in sorted_rows], np.int64)
     begins_S = np.array([row.start for row in sorted_rows], np.int64)
@@ -97,6 +179,11 @@ def build_batch(step: Step, bank: LoraBank | None, block_size: int, device: torc
         segments=_segments([adapter_S[index] for index in order], starts_S, ends_S),
         bank=bank,
     )
+
+
+def _order(rows: tuple[Row, ...], slots: list[int]) -> list[int]:
+    """By adapter, base rows first; of one adapter, rows of one token first."""
+    return sorted(range(len(rows)), key=lambda index: (slots[index], rows[index].num_tokens > 1))
 
 
 def _slot(row: Row, bank: LoraBank | None) -> int:
@@ -134,6 +221,10 @@ def _segments(slots: list[int], starts_S: Ints, ends_S: Ints) -> tuple[Segment, 
 
 def _logit_rows(rows: tuple[Row, ...], starts: Ints) -> tuple[Ints, tuple[int, ...]]:
     """Prompt positions whose successor is in the prompt, where prompt logprobs are asked; then the sampled one."""
+    if all(row.sequence.params.prompt_logprobs is None for row in rows):
+        samples_S = np.array([row.samples for row in rows], bool)
+        lasts_S = starts + np.array([row.num_tokens - 1 for row in rows], np.int64)
+        return lasts_S[samples_S], tuple(map(int, samples_S))
     parts: list[Ints] = []
     for row, start in zip(rows, starts.tolist(), strict=True):
         num_prompt = 0

@@ -9,33 +9,60 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+DIGEST_BYTES = 32
+OWNER_BYTES = 16
+EPHEMERAL = b"\x01"
+"""Ends every key of a chain that may not be written to a disk."""
 
 
-def prefix_seed(fingerprint: str, dtype: str, adapter: str, salt: str) -> bytes:
-    """The start of every hash chain: equal tokens share KV only if all four are equal. Parts are length-prefixed, so
+def mark_of(owner: bytes = b"", ephemeral: bool = False) -> bytes:
+    """What every key of a chain ends with: whose block it is, and whether it may be written to a disk."""
+    return owner.ljust(OWNER_BYTES, b"\0") + (EPHEMERAL if ephemeral else b"")
+
+
+UNMARKED = mark_of()
+
+
+def prefix_seed(fingerprint: str, dtype: str, adapter: str, salt: str, mark: bytes = UNMARKED) -> bytes:
+    """The start of every hash chain: equal tokens share KV only if all five are equal. Parts are length-prefixed, so
     that no two different tuples are written alike."""
     digest = hashlib.sha256(b"chorus-kv-1")
     for part in (fingerprint, dtype, adapter, salt):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
-    return digest.digest()
+    return digest.digest() + mark
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a full block: SHA-256(hash of all before it ‖ its token ids, 4 bytes each)."""
-    return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
+    """The key of a full block: SHA-256(key of all before it ‖ its token ids, 4 bytes each), and the chain's mark."""
+    return hashlib.sha256(parent + array("I", tokens).tobytes()).digest() + parent[DIGEST_BYTES:]
+
+
+def is_ephemeral(key: bytes) -> bool:
+    """Its block may not be written to a disk."""
+    return len(key) > DIGEST_BYTES + OWNER_BYTES
+
+
+def owner_in(key: bytes) -> bytes:
+    """Whose block it is."""
+    return key[DIGEST_BYTES : DIGEST_BYTES + OWNER_BYTES]
 
 
 class BlockPool:
-    """All blocks, by index. Every block is in exactly one of: blank, cached, used."""
+    """All blocks, by index. Every block is in exactly one of: blank, cached, used.
+
+    on_evict   told (block, key) when a cached block is given to somebody else: its content lasts until the next step
+    """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
+        self.on_evict: Callable[[int, bytes], None] | None = None
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
@@ -74,7 +101,9 @@ class BlockPool:
                 block = self._blank.pop()
             else:
                 block, _none = self._cached.popitem(last=False)
-                self._forget(block)
+                key = self._forget(block)
+                if self.on_evict is not None:
+                    self.on_evict(block, key)
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -118,6 +147,15 @@ class BlockPool:
             self._hash_of[block] = key
             self._block_of[key] = block
 
+    def forget(self, owners: Collection[bytes]) -> None:
+        """Nobody finds the blocks of these owners any more; used ones stay with their users."""
+        for key in [key for key in self._block_of if owner_in(key) in owners]:
+            block = self._block_of[key]
+            self._forget(block)
+            if self._refs[block] == 0:
+                del self._cached[block]
+                self._blank.append(block)
+
     def reset(self) -> None:
         """Forgets every prefix; used blocks stay with their users."""
         for key, block in self._block_of.items():
@@ -144,8 +182,9 @@ class BlockPool:
             block: key for block, key in enumerate(self._hash_of) if key is not None
         }
 
-    def _forget(self, block: int) -> None:
+    def _forget(self, block: int) -> bytes:
         key = self._hash_of[block]
         assert key is not None
         del self._block_of[key]
         self._hash_of[block] = None
+        return key

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from adapters.residency import ResidencyCache
 from engine.block_pool import BlockPool
+from engine.kv_tiers import KVTiers
 from engine.lane import Lane
-from engine.protocol import AdapterState, ClassState, LaneState, Stats
+from engine.protocol import AdapterState, ClassState, LaneState, Stats, TierState
 from engine.scheduler import Scheduler
 
 MAX_LANES = 64
@@ -48,7 +49,32 @@ def take_census(
         preemptions={"pause": holding.num_pauses, **holding.num_recomputes},
         failures=dict(scheduler.num_failures),
         arrivals=dict(scheduler.num_arrivals),
+        kv_tiers=list(_tiers(scheduler.tiers)),
+        resumed=dict(scheduler.tiers.resumed),
+        speeds=_speeds(scheduler.tiers) if scheduler.tiers.host.num_slots else {},
     )
+
+
+def _tiers(tiers: KVTiers) -> Iterator[TierState]:
+    host, disk, block = tiers.host, tiers.disk, tiers.cost.block_bytes
+    if host.num_slots:
+        yield TierState(
+            "host", host.num_filled, host.num_filled * block, host.num_slots * block,
+            tiers.num_loads, tiers.num_stores, host.num_evictions, 0,
+        )  # fmt: skip
+    if disk is not None:
+        index = disk.index
+        yield TierState(
+            "disk", len(index), index.used_bytes, index.limit_bytes,
+            disk.num_hits, disk.num_writes, index.num_evictions, disk.num_faults,
+        )  # fmt: skip
+
+
+def _speeds(tiers: KVTiers) -> dict[str, float]:
+    cost = tiers.cost
+    return {
+        "copy_bytes": cost.copy_speed, "disk_bytes": cost.disk_speed, "prefill_tokens": cost.compute_speed,
+    }  # fmt: skip
 
 
 def _classes(scheduler: Scheduler, lanes: Iterable[Lane]) -> list[ClassState]:
@@ -56,6 +82,7 @@ def _classes(scheduler: Scheduler, lanes: Iterable[Lane]) -> list[ClassState]:
     holding = scheduler.holding
     running = Counter(one.rank[0] for one in holding.rows)
     paused = Counter(one.rank[0] for one in holding.paused)
+    swapped = Counter(one.rank[0] for one in holding.stripped)
     queued: Counter[int] = Counter()
     parked: Counter[int] = Counter()
     for lane in lanes:
@@ -65,7 +92,7 @@ def _classes(scheduler: Scheduler, lanes: Iterable[Lane]) -> list[ClassState]:
     return [
         ClassState(
             one, running[one], paused[one], 0 if has_row else queued[one] - paused[one],
-            queued[one] - paused[one] if has_row else 0, parked[one],
+            queued[one] - paused[one] if has_row else 0, parked[one], swapped[one],
         )
         for one in PRIORITIES
     ]  # fmt: skip

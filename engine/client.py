@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from adapters.spec import AdapterRef
@@ -19,7 +18,6 @@ from engine.config import ConfigError
 from engine.protocol import (
     Abort,
     Accepted,
-    Broken,
     Chunk,
     Chunks,
     Evict,
@@ -28,15 +26,16 @@ from engine.protocol import (
     Generate,
     Hello,
     Keep,
+    Owners,
     Ping,
     Pong,
     Ready,
-    Refused,
     Stats,
     ToEngine,
     Unavailable,
     Warm,
 )
+from engine.stream import RETRY_AFTER_S, Stream
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ PING_EVERY_S = 1.0
 MAX_MISSES = 5
 """An engine that has said nothing between so many pings in a row is gone: its streams end with an error. Counted rather
 than timed, so that a pause of our own loop, after which its answers are still to be read, is no silence."""
-ACCEPT_TIMEOUT_S = 30.0
-RETRY_AFTER_S = 2.0
+MAX_MESSAGES = 256
+"""Read in one turn of the event loop."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -84,11 +83,15 @@ class Generation(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
     async def __anext__(self) -> Chunk: ...
+    def ready(self) -> list[Chunk]:
+        """What else has come: not told again by iterating."""
+        ...
+
     def stop(self, choice: int) -> None:
         """A stop string ended this choice: the engine ends it too, and goes on with the others."""
         ...
 
-    async def aclose(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Engine(Protocol):
@@ -108,6 +111,10 @@ class Engine(Protocol):
         """These and no others are to stay in adapter memory."""
         ...
 
+    async def keep_owners(self, owners: list[bytes]) -> None:
+        """KV blocks of all others are to be forgotten."""
+        ...
+
 
 class EngineClient:
     """One engine over ZeroMQ: a DEALER whose identity is this worker's boot id.
@@ -122,14 +129,17 @@ class EngineClient:
         self.stats: Stats | None = None
         self._key = key
         self._boot_id = secrets.token_hex(16)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._num_misses = 0
+        self._is_due = False
+        self._events: asyncio.Queue[zmq.Event] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         check_endpoint(self.endpoint, self._key)
-        self._context = zmq.asyncio.Context()
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._boot_id.encode())
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # while nobody is there, sending fails instead of queueing
@@ -142,15 +152,21 @@ class EngineClient:
             public, secret = curve_pair(self._key)
             self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
             self._socket.curve_serverkey = public
-        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor: Any = self._socket.get_monitor_socket(events)
         self._socket.connect(self.endpoint)
-        self._tasks = [asyncio.create_task(run()) for run in (self._receive, self._ping, self._watch)]
+        self._loop.add_reader(self._socket.FD, self._receive)
+        self._loop.add_reader(self._monitor.FD, self._hear)
+        self._hear()  # a descriptor says something only once its socket was found empty
+        self._tasks = [asyncio.create_task(run()) for run in (self._ping, self._watch)]
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lost("the gateway is closing")
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=200)
@@ -171,16 +187,12 @@ class EngineClient:
         """Returns when the engine has accepted; raises Refused or Unavailable. Cancelling while waiting aborts."""
         if self.ready is None:
             raise Unavailable("engine_error", "no engine is connected", RETRY_AFTER_S)
-        stream = self._streams[request.id] = _Stream(self, request)
+        stream = self._streams[request.id] = Stream(self, request)
         try:
             self._send(request)
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                stream.accepted = await stream.answer
-        except TimeoutError:
-            await stream.aclose()
-            raise Unavailable("engine_error", "the engine did not answer in time", RETRY_AFTER_S) from None
+            stream.accepted = await stream.answer
         except BaseException:
-            await stream.aclose()
+            stream.close()
             raise
         return stream
 
@@ -195,6 +207,10 @@ class EngineClient:
     async def keep(self, adapters: list[AdapterRef]) -> None:
         if self.ready is not None:
             self._send(Keep(adapters))
+
+    async def keep_owners(self, owners: list[bytes]) -> None:
+        if self.ready is not None:
+            self._send(Owners(owners))
 
     def abort(self, request_id: str) -> None:
         """Forget the request, and have the engine forget it. Never raises: an engine that is away has forgotten."""
@@ -213,17 +229,28 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         try:
-            # Done when it returns, so messages keep their order. Not the plain socket's send: that one can take in the
-            # only sign that something has arrived, and _receive() would sleep for ever.
-            self._socket.send(_encode(message), zmq.NOBLOCK).result()
+            self._socket.send(_encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise Unavailable("engine_error", "the engine can't be reached", RETRY_AFTER_S) from error
+        self._receive_soon()
 
-    async def _receive(self) -> None:
-        while True:
-            body: bytes = await self._socket.recv()
+    def _receive_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """All that has arrived. Called when the descriptor says so, and after sending: that may have taken in the only
+        sign that something is there."""
+        self._is_due = False
+        for _ in range(MAX_MESSAGES):
+            try:
+                body: bytes = self._socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing more, or the socket is closed
+                return
             self._num_misses = 0
             self._handle(_decoder.decode(body))
+        self._receive_soon()
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -253,19 +280,25 @@ class EngineClient:
                 self._send(Ping())
             self._num_misses += 1
             await asyncio.sleep(PING_EVERY_S)
+            for stream in list(self._streams.values()):
+                stream.check_time(PING_EVERY_S)
             if self.ready is not None and self._num_misses >= MAX_MISSES:
                 self._lost("the engine does not answer")
 
     async def _watch(self) -> None:
         """The connection itself: a killed engine is noticed at once, not after the silence."""
         while True:
-            event = await recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            if await self._events.get() == zmq.EVENT_DISCONNECTED:
                 await asyncio.sleep(0.05)  # let what had arrived before be read first
                 self._lost("the connection to the engine broke")
             else:
                 with contextlib.suppress(Unavailable):
                     self._send(Hello(self._boot_id))
+
+    def _hear(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # nothing more
+            while True:
+                self._events.put_nowait(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
 
     def _lost(self, why: str) -> None:
         self.ready = self.stats = None
@@ -274,71 +307,3 @@ class EngineClient:
             with contextlib.suppress(Unavailable):
                 self._send(Abort(request_id))  # it may be slow rather than dead
         self._streams.clear()
-
-
-class _Stream:
-    """The Generation of one request, fed by the client's receiver."""
-
-    accepted: Accepted
-
-    def __init__(self, client: EngineClient, request: Generate) -> None:
-        self.answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._id = request.id
-        self._client = client
-        self._queue: asyncio.Queue[Chunk | Broken | None] = asyncio.Queue()
-        self._num_ids = [len(ids) for ids in request.outputs or []] or [0] * request.params.n
-        self._num_open = request.params.n
-        self._is_closed = False
-
-    def put(self, message: Chunk | Accepted | Failed) -> None:
-        match message:
-            case Accepted():
-                if not self.answer.done():
-                    self.answer.set_result(message)
-            case Failed(code=code, message=text, retry_after_s=retry_after_s, param=param):
-                self._client.forget(self._id)
-                if self.answer.done():
-                    self._queue.put_nowait(Broken(code, text, retry_after_s, param))
-                else:
-                    self.answer.set_exception(Refused(code, text, retry_after_s, param))
-            case Chunk(choice=choice, start=start, ids=ids, finish=finish):
-                if start != self._num_ids[choice]:
-                    self._client.abort(self._id)
-                    self._queue.put_nowait(Broken("engine_error", "tokens were lost on the way"))
-                    return
-                self._num_ids[choice] += len(ids)
-                self._queue.put_nowait(message)
-                if finish is not None:
-                    self._num_open -= 1
-                    if not self._num_open:
-                        self._client.forget(self._id)
-                        self._queue.put_nowait(None)
-
-    def lose(self, why: str) -> None:
-        if self.answer.done():
-            self._queue.put_nowait(Broken("engine_error", why, RETRY_AFTER_S))
-        else:
-            self.answer.set_exception(Unavailable("engine_error", why, RETRY_AFTER_S))
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        if self._is_closed:
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, Chunk):
-            return item
-        self._is_closed = True
-        if item is None:
-            raise StopAsyncIteration
-        raise item
-
-    def stop(self, choice: int) -> None:
-        self._client.stop(self._id, choice)
-
-    async def aclose(self) -> None:
-        self._is_closed = True
-        if self.answer.done() and not self.answer.cancelled():
-            self.answer.exception()  # it may have failed while nobody waited: that is no surprise to report
-        self._client.abort(self._id)

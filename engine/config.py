@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from adapters.bucket import BucketConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -14,11 +16,18 @@ class EngineConfig:
 
     model                  directory of a checkpoint (config.json, *.safetensors, tokenizer files)
     store_dir              root of the adapter store (adapters/storage.py); None = no adapters, the base model only
+    bucket                 where the adapters are, if not in store_dir: that has stages and a cache then
     device                 "auto" takes cuda where a card is, else cpu
     dtype                  of weights, activations and KV; "auto" = bfloat16
+    quantization           of the base's linears, made at load; quantization_group: inputs that share a scale
     max_model_len          prompt + output tokens of one choice; None = the model's own limit
     kv_memory_bytes        size of the KV arena; None = what the plan leaves
     adapter_memory_bytes   size of the adapter arena; None = from the plan
+    kv_host_bytes          host memory for KV blocks that left the device; 0 = none, None = from the plan
+    kv_disk_dir            directory for such blocks, beside the host memory; None = no disk
+    kv_disk_bytes          how much it may hold
+    swap                   whether such blocks come back by copy: "on" always, "auto" if that is quicker than computing
+                           them, "off" as auto, but never for a request that was preempted
     max_num_seqs           sequences that may run in one step
     max_batched_tokens     tokens computed in one step (decode + prefill chunks)
     block_size             KV slots per block
@@ -31,11 +40,18 @@ class EngineConfig:
 
     model: Path
     store_dir: Path | None = None
+    bucket: BucketConfig | None = None
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["none", "int8", "int4"] = "none"
+    quantization_group: int = 128
     max_model_len: int | None = None
     kv_memory_bytes: int | None = None
     adapter_memory_bytes: int | None = None
+    kv_host_bytes: int | None = None
+    kv_disk_dir: Path | None = None
+    kv_disk_bytes: int = 16 << 30
+    swap: Literal["on", "off", "auto"] = "auto"
     max_num_seqs: int = 64
     max_batched_tokens: int = 1024
     block_size: int = 16

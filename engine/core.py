@@ -13,9 +13,12 @@ from adapters.residency import ResidencyCache
 from adapters.spec import AdapterError, AdapterRef
 from engine.block_pool import BlockPool
 from engine.census import take_census
+from engine.kv_owners import KVOwners
 from engine.protocol import Accepted, Chunk, Failed, Generate, Stats
 from engine.scheduler import Scheduler
 from engine.step import Runner
+
+DISK_POLL_S = 0.002
 
 
 class EngineCore:
@@ -32,9 +35,11 @@ class EngineCore:
         self.can_run = False
         self.num_steps = 0
         self._scheduler = scheduler
+        self._tiers = scheduler.tiers
         self._runner = runner
         self._residency = residency
         self._pool = pool
+        self._owners = KVOwners(pool, scheduler.tiers)
         self._clock = clock
 
     @property
@@ -46,6 +51,7 @@ class EngineCore:
         """Takes a request in. Raises Refused when it can't run or no more may wait."""
         tier = "" if request.adapter is None else self._residency.tier(request.adapter.digest)
         self._scheduler.add(request, self._clock())
+        self._owners.note(request.owner)
         self._scheduler.num_arrivals[tier or "base"] += 1
         self.can_run = True
         return Accepted(request.id, tier)
@@ -62,10 +68,15 @@ class EngineCore:
         if step is None:
             return self._scheduler.take_outbox()
         self.num_steps += 1
-        return self._scheduler.commit(step, self._runner.run(step))
+        started = self._clock()
+        sampled = self._runner.run(step)
+        self._tiers.cost.note_step(step.num_tokens, len(step.rows), self._clock() - started)
+        return self._scheduler.commit(step, sampled)
 
     def warm(self, ref: AdapterRef) -> None:
-        """Loads the adapter soon, if there is room; one that can't be loaded is for its requests to report."""
+        """Loads the adapter soon, if there is room, also if it has failed before; one that can't be loaded is for its
+        requests to report."""
+        self._residency.forgive(ref.digest)
         with contextlib.suppress(AdapterError):
             self._residency.check(ref, self._clock())
             self._residency.prefetch(ref, self._clock())
@@ -78,14 +89,21 @@ class EngineCore:
         """These adapters and no others are to stay in memory, as far as pins may."""
         self._residency.keep(refs, self._clock())
 
+    def keep_owners(self, owners: list[bytes]) -> None:
+        """KV blocks of all others are forgotten, on every tier."""
+        self._owners.keep(owners, (request.message.owner for request in self._scheduler.requests.values()))
+
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until an adapter has loaded or the time is over. At once if there is something to run."""
+        """Sleeps until an adapter has loaded or the time is over; not for long while the disk reads KV blocks. Not at
+        all if there is something to run."""
         if not self.can_run:
-            self._residency.wait(timeout_s)
+            is_reading = self._tiers.disk is not None and self._tiers.disk.is_reading
+            self._residency.wait(min(timeout_s, DISK_POLL_S) if is_reading else timeout_s)
 
     def stats(self, boot_id: str) -> Stats:
         return take_census(boot_id, self._clock(), self.num_steps, self._scheduler, self._residency, self._pool)
 
     def close(self) -> None:
-        """Lets the fetch threads end."""
+        """Lets the threads end that read adapters and KV blocks."""
         self._residency.close()
+        self._tiers.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from engine.block_pool import prefix_seed
+from engine.block_pool import OWNER_BYTES, mark_of, prefix_seed
 from engine.lane import Lane
 from engine.params import ParamsError
 from engine.protocol import Generate, Refused
@@ -18,7 +18,7 @@ PRIORITIES = (0, 1, 2)
 class SchedulerConfig:
     """What scheduling needs to know about the engine (see EngineConfig for the shared names).
 
-    fingerprint, dtype   of the base model: part of every prefix-cache key
+    fingerprint, dtype   of the base model and its KV, with the order of a block's bytes: part of every key of a block
     ageing_s             a lane's first request that waits so long without service is lifted to the class above
     adapter_cost_per_mib what a lane is charged for an adapter that is read for it, in input tokens
     max_bypass           so many admissions may pass a request for which blocks are short; then it is next
@@ -56,14 +56,16 @@ class Intake:
     def check(self, message: Generate) -> None:
         """Raises Refused for what can never run."""
         try:
-            message.params.check_vocabulary(self._config.vocab_size)
+            message.params.check_vocabulary(self._vocab_size(message))
         except ParamsError as error:
             raise Refused("invalid_request", error.message, param=error.param) from None
         if message.priority not in PRIORITIES or not message.weight > 0:
             raise Refused("invalid_request", "priority must be 0, 1 or 2 and weight above 0")
+        if len(message.owner) not in (0, OWNER_BYTES):
+            raise Refused("invalid_request", f"an owner has {OWNER_BYTES} bytes")
         if not message.prompt:
             raise Refused("invalid_request", "the prompt is empty", param="prompt")
-        self._check_ids(message.prompt, "prompt")
+        self._check_ids(message, message.prompt, "prompt")
         self._check_length(message)
         self._check_outputs(message)
 
@@ -75,7 +77,9 @@ class Intake:
         if not params.ignore_eos:
             stop_ids |= frozenset(self._config.eos_token_ids)
         adapter = message.adapter.digest if message.adapter else ""
-        hash_seed = prefix_seed(self._config.fingerprint, self._config.dtype, adapter, message.cache_salt)
+        config = self._config
+        mark = mark_of(message.owner, message.ephemeral)
+        hash_seed = prefix_seed(config.fingerprint, config.dtype, adapter, message.cache_salt, mark)
         request = Request(message, lane, None if message.timeout_s is None else now + message.timeout_s)
         for choice in range(params.n):
             sequence = Sequence(
@@ -105,9 +109,14 @@ class Intake:
         digest = hashlib.sha256(f"{self._config.seed}:{message.id}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
-    def _check_ids(self, ids: list[int], param: str) -> None:
-        if min(ids) < 0 or max(ids) >= self._config.vocab_size:
-            raise Refused("invalid_request", f"token ids must be in [0, {self._config.vocab_size})", param=param)
+    def _vocab_size(self, message: Generate) -> int:
+        """With the adapter's own tokens; an adapter that has fewer than the message says does not load."""
+        return self._config.vocab_size + (message.adapter.num_added if message.adapter else 0)
+
+    def _check_ids(self, message: Generate, ids: list[int], param: str) -> None:
+        size = self._vocab_size(message)
+        if min(ids) < 0 or max(ids) >= size:
+            raise Refused("invalid_request", f"token ids must be in [0, {size})", param=param)
 
     def _check_outputs(self, message: Generate) -> None:
         outputs = message.outputs or []
@@ -116,7 +125,7 @@ class Intake:
         room = self._max_len(message) - len(message.prompt)
         for ids in outputs:
             if ids:
-                self._check_ids(ids, "outputs")
+                self._check_ids(message, ids, "outputs")
                 if len(ids) > room:
                     raise Refused("invalid_request", f"an output has more than {room} tokens", param="outputs")
 

@@ -26,7 +26,7 @@ class KVCache:
         shape = (2, num_blocks * block_size, model.num_kv_heads, model.head_dim)
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.layers: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        self.layers: list[Tensor] = [zeros(shape, dtype, device) for _ in range(model.num_layers)]
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies whole blocks, (source, destination) each, before anything of the step is written."""
@@ -38,7 +38,7 @@ class KVCache:
             blocks[:, destinations] = blocks[:, sources]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """On the CPU pages of zeros that become real memory when first written, 64-byte aligned; torch.zeros would write
     them all at start."""
     if torch.device(device).type != "cpu":

@@ -73,13 +73,14 @@ class Lane:
 
 
 class LaneClass:
-    """The lanes of one priority. `listed` is a heap of (counter when put there, ticket, lane): counters only grow, so
-    an entry is a lower bound and the top is right once it is fresh. `resumed` is what goes before all lanes. `last` is
-    the lane that left the queue last."""
+    """The lanes of one priority. `listed` is a heap of (counter and rows when put there, ticket, lane): counters only
+    grow, so an entry is a lower bound and the top is right once it is fresh. Of equal counters, as a lane has that was
+    just lifted to the floor, the one with fewer rows is first: it need not wait for the other to be served.
+    `resumed` is what goes before all lanes. `last` is the lane that left the queue last."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
-        self.listed: list[tuple[float, int, Lane]] = []
+        self.listed: list[tuple[float, int, int, Lane]] = []
         self.resumed: list[Entry] = []
         self.num_resumed = 0
         self.last: Lane | None = None
@@ -94,19 +95,19 @@ class LaneClass:
     def list(self, lane: Lane, ticket: int) -> None:
         if not lane.is_listed and lane.num_queued:
             lane.is_listed = True
-            heapq.heappush(self.listed, (lane.counter, ticket, lane))
+            heapq.heappush(self.listed, (lane.counter, lane.num_running, ticket, lane))
 
     def unlist_first(self) -> None:
-        heapq.heappop(self.listed)[2].is_listed = False
+        heapq.heappop(self.listed)[-1].is_listed = False
 
     def least_served(self) -> Lane | None:
         """The lane with queued sequences and the smallest counter."""
         while self.listed:
-            counter, ticket, lane = self.listed[0]
+            counter, _, ticket, lane = self.listed[0]
             if not lane.num_queued:
                 self.unlist_first()
             elif counter < lane.counter:
-                heapq.heapreplace(self.listed, (lane.counter, ticket, lane))
+                heapq.heapreplace(self.listed, (lane.counter, lane.num_running, ticket, lane))
             else:
                 return lane
         return None

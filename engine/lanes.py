@@ -13,7 +13,7 @@ from engine.lane import Lane, LaneClass, head, trim
 from engine.sequence import Phase, Request, Sequence
 
 DEFERS_PER_LANE = 4
-"""Of one lane so many sequences are passed over in one round of admission; then it lets other lanes be looked at."""
+"""When so many sequences of one lane have been passed over in a round of admission, other lanes are looked at first."""
 NO_CLASS = 1 << 30
 
 
@@ -44,6 +44,7 @@ class Lanes:
         self._tickets = count(1)
         self._deferred: list[tuple[Lane, Sequence]] = []
         self._withheld: list[Lane] = []
+        self._may_defer = DEFERS_PER_LANE
 
     def __iter__(self) -> Iterator[Lane]:
         for group in self._classes.values():
@@ -114,13 +115,6 @@ class Lanes:
             group.num_resumed += 1
         group.list(lane, next(self._tickets))
 
-    def first_class(self) -> int:
-        """The highest class in which a sequence waits for its turn; NO_CLASS if there is none."""
-        for priority, group in self._classes.items():
-            if group.num_resumed or group.least_served() is not None:
-                return priority
-        return NO_CLASS
-
     def least_served(self, priority: int) -> Lane | None:
         """The lane whose turn it is in this class, leaving aside what was resumed."""
         group = self._classes.get(priority)
@@ -128,15 +122,12 @@ class Lanes:
 
     def pop(self, below: int = NO_CLASS) -> Sequence | None:
         """The sequence whose turn it is, among those of classes above the class `below`."""
-        for priority, group in self._classes.items():
-            if priority >= below:
-                break
-            sequence = head(group.resumed) or self._first_fair(group)
-            if sequence is not None:
-                lane = group.lanes[sequence.lane_name]
-                self.discard(lane, sequence)
-                return sequence
-        return None
+        sequence = self._next(below)
+        while sequence is None and self._withheld:
+            self._may_defer += DEFERS_PER_LANE
+            self._list_withheld()
+            sequence = self._next(below)
+        return sequence
 
     def pop_from(self, lane: Lane) -> Sequence | None:
         """The first of this lane, whoever else waits."""
@@ -153,13 +144,12 @@ class Lanes:
     def restore(self) -> None:
         """Ends a round of admission."""
         deferred, self._deferred = self._deferred, []
-        withheld, self._withheld = self._withheld, []
+        self._may_defer = DEFERS_PER_LANE
         for lane, sequence in deferred:
             lane.num_deferred = 0
             if sequence.phase is Phase.WAITING:
                 self.push(lane, sequence)
-        for lane in withheld:
-            self._classes[lane.priority].list(lane, next(self._tickets))
+        self._list_withheld()
 
     def discard(self, lane: Lane, sequence: Sequence) -> None:
         """It waits here no more, if it did."""
@@ -172,6 +162,17 @@ class Lanes:
             group = self._classes[lane.priority]
             group.num_resumed -= 1
             group.resumed = trim(group.resumed, group.num_resumed)
+
+    def _next(self, below: int) -> Sequence | None:
+        for priority, group in self._classes.items():
+            if priority >= below:
+                break
+            sequence = head(group.resumed) or self._first_fair(group)
+            if sequence is not None:
+                lane = group.lanes[sequence.lane_name]
+                self.discard(lane, sequence)
+                return sequence
+        return None
 
     def _lane(self, name: str, priority: int) -> Lane:
         group = self._classes.get(priority)
@@ -204,9 +205,14 @@ class Lanes:
         if is_queued:
             self.push(new, sequence)
 
+    def _list_withheld(self) -> None:
+        withheld, self._withheld = self._withheld, []
+        for lane in withheld:
+            self._classes[lane.priority].list(lane, next(self._tickets))
+
     def _first_fair(self, group: LaneClass) -> Sequence | None:
         while (lane := group.least_served()) is not None:
-            if lane.num_deferred < DEFERS_PER_LANE:
+            if lane.num_deferred < self._may_defer:
                 return head(lane.queue)
             group.unlist_first()
             self._withheld.append(lane)

@@ -18,8 +18,9 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal
 
+from adapters.new_tokens import TOKENIZER_FILE, keep_new_tokens
 from adapters.shards import gather
-from adapters.spec import AdapterInvalid, AdapterRef
+from adapters.spec import AdapterInvalid, AdapterRef, AdapterSpec, AdapterUnsupported
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, DirectoryStore
 from adapters.validation import Limits, validate
 from engine.build import build_core
@@ -30,8 +31,10 @@ from engine.params import SamplingParams
 from engine.protocol import Chunk, Generate, Stats
 from engine.template import Message
 from engine.text import Tokenizer
+from engine.vocabulary import TokenizerError
 
 Prompt = str | Sequence[int]
+Swap = Literal["on", "off", "auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 LONG_LIST = 16
@@ -53,11 +56,17 @@ class LLM:
         *,
         dtype: Dtype = "auto",
         device: str = "auto",
+        quantization: Literal["none", "int8", "int4"] = "none",
+        quantization_group: int = 128,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_batched_tokens: int = 1024,
         kv_memory: int | str = "auto",
         adapter_memory: int | str = "auto",
+        kv_host_bytes: int | str = "auto",
+        kv_disk_dir: str | Path | None = None,
+        kv_disk_bytes: int | str = "16GiB",
+        swap: Swap = "auto",
         max_lora_rank: int = 64,
         block_size: int = 16,
         enable_prefix_caching: bool = True,
@@ -67,9 +76,15 @@ class LLM:
             model=Path(model).expanduser(),
             device=device,
             dtype=dtype,
+            quantization=quantization,
+            quantization_group=quantization_group,
             max_model_len=max_model_len,
             kv_memory_bytes=parse_size(kv_memory),
             adapter_memory_bytes=parse_size(adapter_memory),
+            kv_host_bytes=parse_size(kv_host_bytes),
+            kv_disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir).expanduser(),
+            kv_disk_bytes=parse_size(kv_disk_bytes) or 0,
+            swap=swap,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             block_size=block_size,
@@ -80,6 +95,7 @@ class LLM:
         )
         self._shape = ModelConfig.from_dir(config.model).base_shape()
         self.tokenizer = Tokenizer(config.model)
+        self._tokenizers: dict[str, Tokenizer] = {}
         self._ids = count()
         with ExitStack() as stack:
             directory = Path(stack.enter_context(TemporaryDirectory(prefix="chorus-adapters-")))
@@ -107,8 +123,12 @@ class LLM:
         Raises engine.protocol.Refused for a prompt that can't run and Broken for one that failed, and ends all others.
         """
         every: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in every]
-        return self._run(ids, params, adapters, show_progress, starts_text=False)
+        refs = _one_each(adapters, len(every), "adapters")
+        ids = [
+            self._tokenizer(ref).encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt, ref in zip(every, refs, strict=True)
+        ]
+        return self._run(ids, params, refs, show_progress, starts_text=False)
 
     def chat(
         self,
@@ -121,11 +141,16 @@ class LLM:
         """As generate(), for a conversation (a list of {"role", "content"}) or a list of them, by the chat template."""
         is_one = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_one else messages
-        ids = [self.tokenizer.encode_chat(list(conversation)) for conversation in conversations]
-        return self._run(ids, params, adapters, show_progress, starts_text=True)
+        refs = _one_each(adapters, len(conversations), "adapters")
+        ids = [
+            self._tokenizer(ref).encode_chat(list(conversation))
+            for conversation, ref in zip(conversations, refs, strict=True)
+        ]
+        return self._run(ids, params, refs, show_progress, starts_text=True)
 
     def add_adapter(self, path: str | Path) -> AdapterRef:
-        """Takes in a copy of a PEFT adapter directory, checked as an upload is. Equal content gives an equal ref.
+        """Takes in a copy of a PEFT adapter directory, checked as an upload is. Equal content gives an equal ref. A
+        tokenizer.json in it brings its new tokens.
 
         Raises AdapterError (adapters.spec) if it is unsound, unsupported, too large, or doesn't fit this model.
         """
@@ -134,14 +159,21 @@ class LLM:
             if not (source / CONFIG_FILE).is_file():
                 raise AdapterInvalid("file_missing", f"{source} has no {CONFIG_FILE}", CONFIG_FILE)
             shutil.copyfile(source / CONFIG_FILE, stage / CONFIG_FILE)
-            gather(source, stage / WEIGHTS_FILE)
+            gather(source, stage / WEIGHTS_FILE, on_client=True)
+            if (source / TOKENIZER_FILE).is_file():
+                shutil.copyfile(source / TOKENIZER_FILE, stage / TOKENIZER_FILE)
             spec = validate(stage, self._shape, Limits(max_rank=self.config.max_lora_rank))
-            return AdapterRef(self._store.commit(stage), spec.rank, spec.packed_bytes)
+            keep_new_tokens(stage, spec.new_tokens)
+            tokenizer = self._grown(spec)
+            ref = AdapterRef(self._store.commit(stage), spec.rank, spec.packed_bytes, spec.num_added)
+            self._tokenizers[ref.digest] = tokenizer
+            return ref
         finally:
             self._store.discard(stage)
 
     def remove_adapter(self, ref: AdapterRef) -> None:
         """Forgets it: its memory and its file are freed."""
+        self._tokenizers.pop(ref.digest, None)
         self._core.evict(ref.digest)
         self._store.delete(ref.digest)
 
@@ -154,6 +186,15 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _grown(self, spec: AdapterSpec) -> Tokenizer:
+        try:
+            return self.tokenizer.grown(spec.new_tokens)
+        except TokenizerError as error:
+            raise AdapterUnsupported("unsupported_vocabulary", error.message, TOKENIZER_FILE) from error
+
+    def _tokenizer(self, adapter: AdapterRef | None) -> Tokenizer:
+        return self.tokenizer if adapter is None else self._tokenizers.get(adapter.digest, self.tokenizer)
 
     def _run(
         self,
@@ -169,7 +210,7 @@ class LLM:
             Generate(id=str(next(self._ids)), prompt=prompt, params=one, adapter=adapter)
             for prompt, one, adapter in zip(prompts, every_params, every_adapter, strict=True)
         ]
-        jobs = [Job(request, self.tokenizer, starts_text) for request in requests]
+        jobs = [Job(request, self._tokenizer(request.adapter), starts_text) for request in requests]
         if show_progress is None:
             show_progress = len(jobs) >= LONG_LIST and sys.stderr.isatty()
         with _progress(len(jobs)) if show_progress else _no_progress() as advance:

@@ -32,6 +32,7 @@ class LoraBank:
         has_arena: bool | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.used_bytes = 0
         self._shape = shape
         self._dtype = dtype
         if has_arena is None:
@@ -39,13 +40,20 @@ class LoraBank:
         self._arena = Arena(budget_bytes // dtype.itemsize, dtype, device) if has_arena else None
         self._slots: dict[str, int] = {}
         self._free_slots: list[int] = []
+        self._device = device
         self._hosts: dict[int, PackedAdapter] = {}  # with an arena, their buffers are views of it
-        self._tables: dict[int, Table] = {}
+        self._directories: dict[int, Tensor] = {}  # with an arena, on its device: kernels read them
+        self._tables: dict[int, Table] = {}  # of those that somebody has asked for where they lie now
         self._extras: dict[int, Extras] = {}
 
     @property
-    def used_bytes(self) -> int:
-        return sum(host.size_bytes for host in self._hosts.values())
+    def num_layers(self) -> int:
+        """Of the base: which row of a directory is of what belongs to no layer."""
+        return self._shape.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self._shape.vocab_size
 
     def place(self, digest: str, host: PackedAdapter) -> None:
         """Takes the adapter in. The caller has made sure that it fits the budget."""
@@ -55,8 +63,10 @@ class LoraBank:
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._hosts)
         self._slots[digest] = slot
         self._hosts[slot] = host
+        self.used_bytes += host.size_bytes
         if self._arena is not None:
             moved = self._arena.take(slot, host.buffer.numel())
+            self._directories[slot] = host.directory.to(self._device)
             self._arena.view(slot).copy_(host.buffer)
             for each in {slot, *moved}:
                 self._hosts[each] = replace(self._hosts[each], buffer=self._arena.view(each))
@@ -67,8 +77,10 @@ class LoraBank:
     def evict(self, digest: str) -> None:
         """Frees the adapter's memory and slot."""
         slot = self._slots.pop(digest)
-        del self._hosts[slot], self._tables[slot]
+        self.used_bytes -= self._hosts.pop(slot).size_bytes
+        self._tables.pop(slot, None)
         self._extras.pop(slot, None)
+        self._directories.pop(slot, None)
         if self._arena is not None:
             self._arena.free(slot)
         heapq.heappush(self._free_slots, slot)
@@ -84,21 +96,24 @@ class LoraBank:
 
     def placed(self, slot: int) -> PackedAdapter:
         """The adapter in `slot` where it lies now: its addresses are good until the next place() or evict()."""
-        return self._hosts[slot]
+        host = self._hosts[slot]
+        return replace(host, directory=self._directories[slot]) if slot in self._directories else host
 
     def pair(self, slot: int, layer: int, module: int) -> LoraPart | None:
         """What the adapter in `slot` does to one linear, None where it lacks it."""
-        return self._tables[slot][layer][module]
+        table = self._tables.get(slot)
+        if table is None:
+            table = self._tables[slot] = AdapterView(self._hosts[slot], self._shape).table()
+        return table[layer][module]
 
     def extras(self, slot: int) -> Extras | None:
         """What the adapter in `slot` changes outside the linears; of most adapters, None."""
         return self._extras.get(slot)
 
     def _look(self, slot: int) -> None:
-        """Makes the views of an adapter where it lies now."""
-        view = AdapterView(self._hosts[slot], self._shape)
-        self._tables[slot] = view.table()
-        extras = view.extras()
+        """Makes the views of an adapter where it lies now; those of its linears when they are asked for."""
+        self._tables.pop(slot, None)
+        extras = AdapterView(self._hosts[slot], self._shape).extras()
         if extras is not None:
             self._extras[slot] = extras
 

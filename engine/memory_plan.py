@@ -11,9 +11,17 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.model.config import ModelConfig
+from engine.ops.cards import card_of
+from engine.quantization import Quantization, quantization_of
 
 PROCESS_BYTES = 512 << 20
 """What an engine takes beside its tensors: torch's libraries, thread pools, allocator slack."""
+
+MAX_HOST_BYTES = 16 << 30
+"""Pages are pinned at start, which takes time; who wants more says so."""
+
+GRAPH_BYTES = 512 << 20
+"""What CUDA graphs of decode steps take on a card, and the memory between their launches."""
 
 CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -29,11 +37,13 @@ class MemoryPlan:
     weights_bytes     of the model as the ops keep it
     workspace_bytes   the process itself, activations and logits of the largest step
     adapter_bytes     the adapter arena; kv_bytes: the KV arena, num_blocks whole blocks
+    host_kv_bytes     host memory for KV blocks that left the device
     max_model_len     prompt + output tokens of one choice
     """
 
     device: str
     dtype: torch.dtype
+    quantization: Quantization | None
     available_bytes: int
     weights_bytes: int
     workspace_bytes: int
@@ -42,15 +52,23 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     max_model_len: int
+    host_kv_bytes: int = 0
+
+    @property
+    def weights_name(self) -> str:
+        """How the base's weights are kept: bfloat16, or bfloat16+int4g128."""
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.quantization is None else f"{name}+{self.quantization.name}g{self.quantization.group}"
 
     def __str__(self) -> str:
         num_tokens = self.num_blocks * self.block_size
         return (
             f"memory on {self.device}, {_size(self.available_bytes)} available: "
-            f"weights {_size(self.weights_bytes)} ({str(self.dtype).removeprefix('torch.')}), "
+            f"weights {_size(self.weights_bytes)} ({self.weights_name}), "
             f"adapters {_size(self.adapter_bytes)}, workspace {_size(self.workspace_bytes)}, "
             f"KV {_size(self.kv_bytes)} = {num_tokens} tokens = "
             f"{num_tokens / self.max_model_len:.1f} requests of {self.max_model_len} tokens"
+            + (f", and {_size(self.host_kv_bytes)} on the host for blocks that leave it" if self.host_kv_bytes else "")
         )
 
 
@@ -61,15 +79,20 @@ def plan_memory(config: EngineConfig, model: ModelConfig, available_bytes: int |
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
     free = _free_bytes(device) if available_bytes is None else available_bytes
     limit = int(free * 0.9)
-    workspace = _workspace_bytes(config, model)
-    weights = _weights_bytes(model, dtype)
+    workspace = _workspace_bytes(config, model) + (GRAPH_BYTES if device != "cpu" else 0)
+    quantization = quantization_of(config)
+    weights = _weights_bytes(model, dtype, quantization)
     adapters = _adapter_bytes(config, model, device, limit - weights - workspace)
     room = limit - weights - workspace - adapters
-    max_model_len, kv = _kv_bytes(config, model, dtype, room, is_shared=device == "cpu")
     block = block_bytes(model, config.block_size, dtype)
+    host = _host_bytes(config, block, room if device == "cpu" else _free_bytes("cpu"), is_shared=device == "cpu")
+    if device == "cpu":
+        room -= host
+    max_model_len, kv = _kv_bytes(config, model, dtype, room, is_shared=device == "cpu")
     return MemoryPlan(
         device=device,
         dtype=dtype,
+        quantization=quantization,
         available_bytes=free,
         weights_bytes=weights,
         workspace_bytes=workspace,
@@ -78,6 +101,7 @@ def plan_memory(config: EngineConfig, model: ModelConfig, available_bytes: int |
         block_size=config.block_size,
         num_blocks=kv // block,
         max_model_len=max_model_len,
+        host_kv_bytes=host,
     )
 
 
@@ -94,11 +118,13 @@ def adapter_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
 def _device(name: str) -> str:
     has_cuda = torch.cuda.is_available()
     if name == "auto":
-        return "cuda" if has_cuda else "cpu"
+        name = "cuda" if has_cuda else "cpu"
     if name.startswith("cuda") and not has_cuda:
         raise ConfigError(f"device {name}: no CUDA device is usable here; use --device cpu")
     if name != "cpu" and not name.startswith("cuda"):
         raise ConfigError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
+    if name != "cpu":
+        card_of(name)
     return name
 
 
@@ -116,11 +142,18 @@ def _free_bytes(device: str) -> int:
     return max(0, min(free))
 
 
-def _weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+def _weights_bytes(model: ModelConfig, dtype: torch.dtype, quantization: Quantization | None) -> int:
     """Linears and head, packed, and the embedding table (a copy of its own even where it is tied to the head)."""
-    embedding = model.vocab_size * model.hidden_size
-    linears = model.num_layers * sum(out * inner for out, inner in model.linears.values()) + embedding
-    return (linears + embedding) * dtype.itemsize
+    embedding = model.vocab_size * model.hidden_size * dtype.itemsize
+    if quantization is None:
+        linears = model.num_layers * sum(out * inner for out, inner in model.linears.values()) * dtype.itemsize
+        return linears + 2 * embedding
+    linears = 0
+    for layer in range(model.num_layers):
+        for name, shape in model.linears.items():
+            kind = quantization.of(name, layer, model.num_layers)
+            linears += kind.num_bytes(*shape) + kind.lowest_bytes(*shape)
+    return linears + quantization.careful.num_bytes(model.vocab_size, model.hidden_size) + embedding
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -142,6 +175,20 @@ def _adapter_bytes(config: EngineConfig, model: ModelConfig, device: str, room: 
             f"{config.max_lora_rank}: use --adapter-memory {one}" + (f" or --max-lora-rank {rank}" if rank else "")
         )
     return config.adapter_memory_bytes
+
+
+def _host_bytes(config: EngineConfig, block: int, room: int, is_shared: bool) -> int:
+    """Whole blocks. By default none where host and device are one memory, unless something needs it; else an eighth of
+    what is free."""
+    wanted = config.kv_host_bytes
+    is_needed = config.swap == "on" or config.kv_disk_dir is not None
+    if wanted is None:
+        wanted = 0 if is_shared and not is_needed else min(room // 8, MAX_HOST_BYTES)
+    elif wanted > room // 2:
+        raise ConfigError(f"--kv-host-bytes {_size(wanted)} is more than half of what is free: use {room // 2}")
+    if wanted < block and (is_needed or wanted):
+        raise ConfigError(f"--swap on, --kv-disk-dir and --kv-host-bytes need host memory: use --kv-host-bytes {block}")
+    return wanted // block * block
 
 
 def _kv_bytes(

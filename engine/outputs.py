@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.protocol import Broken, Chunk, Failed, FinishReason, Generate, TokenLogprobs
-from engine.text import TextStream, Tokenizer
+from engine.text import Tokenizer
+from engine.text_stream import TextStream
 
 
 @dataclass

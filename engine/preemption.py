@@ -7,11 +7,14 @@
                ones that rank no higher, else the last of all
     adapters   lower classes                                               row, blocks and adapter
 
-Nobody is made to give up blocks more than MAX_PREEMPTIONS times. That can't lead to a standstill: a sequence at that
-limit holds all the blocks that it may ever need, so whoever lacks a block can at least give up its own.
+Nobody is made to give up blocks more than MAX_PREEMPTIONS times. That can't lead to a standstill: of those at the limit
+only so many run at a time as fit whole, with all that they may ever need, so whoever lacks a block finds one that is
+free, or is held by somebody who can give it up.
 """
 
 from __future__ import annotations
+
+from itertools import chain
 
 from adapters.residency import ResidencyCache
 from engine.block_pool import BlockPool
@@ -29,6 +32,7 @@ class Preemption:
         self._pool = pool
         self._residency = residency
         self._lanes = lanes
+        self._next_to_stay: Sequence | None = None
 
     def unfair_row(self) -> tuple[Lane, Sequence] | None:
         """(a lane that waits, a row of another that has more than its share). Only among the lowest class that runs,
@@ -60,6 +64,22 @@ class Preemption:
             if victim is sequence:
                 return False
         return True
+
+    def may_stay(self, sequence: Sequence) -> bool:
+        """It can be made to give up blocks; or all those that can't, it too, would find room at their longest. Who has
+        to wait for that is passed by nobody of its class or below that could not give way either."""
+        first = self._next_to_stay
+        if sequence.may_yield:
+            return True
+        if first and first is not sequence and first.phase is Phase.WAITING and first.rank[0] <= sequence.rank[0]:
+            return False
+        staying = [one for one in self._holders() if not one.may_yield]
+        fits = sum(map(self._most_blocks, [*staying, sequence])) <= self._pool.num_blocks
+        if not fits:
+            self._next_to_stay = sequence
+        elif first is sequence:
+            self._next_to_stay = None
+        return fits
 
     def make_room(self, sequence: Sequence, num_short: int) -> bool:
         """Frees that many more blocks for a waiting sequence if lower classes have them; else touches nobody."""
@@ -98,10 +118,13 @@ class Preemption:
 
     def _weakest(self, sequence: Sequence) -> Sequence:
         """Who gives way to this one's growth; itself, if nobody else can."""
-        for one in reversed(self._running.paused):
-            if one.may_yield and one.rank[0] >= sequence.rank[0]:
-                return one
-        return next(one for one in reversed(self._running.rows) if one.may_yield)
+        paused = [one for one in reversed(self._running.paused) if one.may_yield]
+        first = [one for one in paused if one.rank[0] >= sequence.rank[0]]
+        rows = (one for one in reversed(self._running.rows) if one.may_yield)
+        return next(chain(first, rows, paused))
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        return self._pool.blocks_for(max(sequence.num_tokens, sequence.max_len - 1))
 
     def _lower(self, priority: int) -> list[Sequence]:
         """Those of lower classes that can be made to give up their blocks: the lowest class first, in it paused ones,

@@ -2,7 +2,8 @@
 
 Ids, lanes and digests only: no text, tenant, adapter name or HTTP is known on either side of this file. No torch.
 
-Worker → engine: Hello Generate Abort Warm Evict Keep Ping.  Engine → worker: Ready Accepted Failed Chunks Stats Pong.
+Worker → engine: Hello Generate Abort Warm Evict Keep Owners Ping.
+Engine → worker: Ready Accepted Failed Chunks Stats Pong.
 
     EngineError            anything that an engine answers instead of tokens; has .code, .message, .retry_after_s
     ├── Refused            before the first chunk: nothing was generated, nothing is billed
@@ -49,9 +50,11 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     id          unique among all requests of this engine; made by the worker, never by a client
     lane        opaque fair-share group; `weight` is its share
     priority    class: 0 interactive, 1 standard, 2 batch
-    cache_salt  prefix-cache entries are shared only between requests of equal salt (and adapter)
+    cache_salt  prefix-cache entries are shared only between requests of equal salt (and adapter, and owner)
+    owner       whose the KV blocks are: 16 opaque bytes, or none; see Owners
     outputs     per choice, ids already produced: never produced again, never changed; not repeated in chunks
     timeout_s   seconds from arrival until the request fails with `deadline`
+    ephemeral   nothing of it may be kept beyond memory: its KV never reaches a disk, and shares no prefix with what may
     """
 
     id: str
@@ -62,8 +65,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     weight: float = 1.0
     priority: int = 1
     cache_salt: str = ""
+    owner: bytes = b""
     outputs: list[list[int]] | None = None
     timeout_s: float | None = None
+    ephemeral: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -90,6 +95,13 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     engine that has restarted, does not count."""
 
     adapters: list[AdapterRef]
+
+
+class Owners(msgspec.Struct, frozen=True, tag="owners"):
+    """KV blocks of these owners may stay; those of all others are forgotten wherever they lie, also what a former run
+    left on the disk. Said again and again: blocks that a running request adds go with the next word."""
+
+    owners: list[bytes]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -119,6 +131,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     pin_memory_bytes: int  # of it, what Keep may hold: room for the largest allowed adapter is left
     dtype: str
     device: str
+    quantization: str = "none"  # of the base's linears
+    kv_host_bytes: int = 0  # host memory for KV blocks that left the device
+    kv_disk_bytes: int = 0  # and how much the disk may hold of them
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -175,7 +190,8 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClassState(msgspec.Struct, frozen=True, array_like=True):
-    """The sequences of one class: running, paused for want of a row alone, and waiting, by what they wait for."""
+    """The sequences of one class: running, paused for want of a row alone, and waiting, by what they wait for; of those
+    that wait, `swapped` had blocks and gave them up."""
 
     priority: int
     running: int
@@ -183,6 +199,7 @@ class ClassState(msgspec.Struct, frozen=True, array_like=True):
     waiting_row: int
     waiting_blocks: int
     waiting_adapter: int
+    swapped: int = 0
 
 
 class LaneState(msgspec.Struct, frozen=True, array_like=True):
@@ -196,6 +213,26 @@ class LaneState(msgspec.Struct, frozen=True, array_like=True):
     counter: float
 
 
+class TierState(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks that left the device: those on the "host" or the "disk".
+
+    blocks, bytes_used  now, of bytes_total
+    hits                blocks that it gave back, ever
+    stores              blocks that it took
+    evictions           blocks that it forgot for others
+    faults              blocks that it could not give or take
+    """
+
+    tier: str
+    blocks: int
+    bytes_used: int
+    bytes_total: int
+    hits: int
+    stores: int
+    evictions: int
+    faults: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and ever-growing counters (`_total`) of the engine, sent every second.
 
@@ -203,6 +240,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     preemptions  by kind: "pause" gave up a row, "blocks" and "adapter" all, for want of that
     failures     requests refused or failed, by FailureCode
     arrivals     requests by where their adapter lay: "resident", "host", "disk", "base"
+    kv_tiers     host and disk, as far as there are such
+    resumed      sequences that gave up their KV blocks and run again: "swap" copied some back, "recompute" computed
+                 some again, "kept" had lost none
+    speeds       per second, by which swap or recompute is chosen: "copy_bytes", "disk_bytes", "prefill_tokens"
     """
 
     boot_id: str
@@ -230,13 +271,16 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     preemptions: dict[str, int] = {}
     failures: dict[str, int] = {}
     arrivals: dict[str, int] = {}
+    kv_tiers: list[TierState] = []
+    resumed: dict[str, int] = {}
+    speeds: dict[str, float] = {}
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     pass
 
 
-ToEngine = Hello | Generate | Abort | Warm | Evict | Keep | Ping
+ToEngine = Hello | Generate | Abort | Warm | Evict | Keep | Owners | Ping
 FromEngine = Ready | Accepted | Failed | Chunks | Stats | Pong
 
 

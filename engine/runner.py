@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardBatch, build_batch
+from engine.batch import BatchBuilder, ForwardBatch
 from engine.kv_cache import KVCache
+from engine.kv_host import HostMemory
 from engine.lora import LoraBank
 from engine.model.transformer import Transformer
 from engine.protocol import TokenLogprobs
@@ -24,25 +25,38 @@ class ModelRunner:
     """The Runner of a real model: one forward pass per step, and one transfer of ids at its end."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, bank: LoraBank | None, sampler: Sampler, device: torch.device | str
+        self,
+        model: Transformer,
+        cache: KVCache,
+        bank: LoraBank | None,
+        sampler: Sampler,
+        device: torch.device | str,
+        host: HostMemory | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._bank = bank
+        self._builder = BatchBuilder(bank, cache.block_size, device)
         self._sampler = sampler
-        self._device = device
+        self._host = host
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[Sampled]:
         """One Sampled per row, in the order of the rows. Every adapter of the step is resident in the bank."""
-        self._cache.copy_blocks(step.copies)
+        self._copy(step)
         if not step.rows:
             return []
-        batch = build_batch(step, self._bank, self._cache.block_size, self._device)
+        batch = self._builder.build(step)
         hidden_TH = self._model.forward(batch, self._cache)
         prompt = self._prompt_logprobs(step.rows, batch, hidden_TH)
         chosen = iter(self._sample(step.rows, batch, hidden_TH))
         return [_with_prompt(next(chosen) if row.samples else Sampled(None), prompt.get(row)) for row in step.rows]
+
+    def _copy(self, step: Step) -> None:
+        if self._host is not None:
+            self._host.store(step.stores)
+        self._cache.copy_blocks(step.copies)
+        if self._host is not None:
+            self._host.load(step.loads)
 
     def _sample(self, rows: tuple[Row, ...], batch: ForwardBatch, hidden_TH: Tensor) -> list[Sampled]:
         lasts = [end - 1 for row, end in zip(rows, accumulate(batch.logit_counts), strict=True) if row.samples]

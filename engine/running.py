@@ -7,6 +7,7 @@ from bisect import insort
 
 from adapters.residency import ResidencyCache
 from engine.block_pool import BlockPool
+from engine.kv_tiers import KVTiers
 from engine.lane import Lane
 from engine.lanes import Lanes
 from engine.sequence import Phase, Request, Sequence
@@ -15,16 +16,24 @@ from engine.step import Draft
 
 class Running:
     """rows, paused   by rank
+    stripped          those that gave up their blocks and have not got new ones yet
     num_recomputes    blocks given up, to be computed again: by cause, "blocks" or "adapter"
     num_pauses        rows given up
     draft             the step under construction: who gives up its row is not in it
     """
 
     def __init__(
-        self, max_rows: int, pool: BlockPool, residency: ResidencyCache, lanes: Lanes, requests: dict[str, Request]
+        self,
+        max_rows: int,
+        pool: BlockPool,
+        residency: ResidencyCache,
+        lanes: Lanes,
+        requests: dict[str, Request],
+        tiers: KVTiers,
     ) -> None:
         self.rows: list[Sequence] = []
         self.paused: list[Sequence] = []
+        self.stripped: set[Sequence] = set()
         self.num_recomputes = {"blocks": 0, "adapter": 0}
         self.num_pauses = 0
         self.draft = Draft(0)
@@ -33,12 +42,23 @@ class Running:
         self._residency = residency
         self._lanes = lanes
         self._requests = requests
+        self._tiers = tiers
         self._turn = 0
+
+    @property
+    def num_stripped(self) -> int:
+        """Times that a sequence gave up everything, ever."""
+        return sum(self.num_recomputes.values())
 
     @property
     def has_row(self) -> bool:
         """One more could run."""
         return len(self.rows) < self._max_rows
+
+    @property
+    def last(self) -> Sequence | None:
+        """The one whose row goes to another when all rows are taken; None while one is free."""
+        return None if self.has_row else self.rows[-1]
 
     @property
     def is_empty(self) -> bool:
@@ -70,6 +90,8 @@ class Running:
         """Gives up everything; its tokens stay, and it waits before all newer work of its class."""
         self.num_recomputes[cause] += 1
         sequence.num_preempted += 1
+        self.stripped.add(sequence)
+        sequence.read_until = None
         self._leave(sequence)
         sequence.phase = Phase.WAITING
         if not sequence.is_queued:
@@ -89,6 +111,8 @@ class Running:
     def order(self, max_tokens: int) -> list[Sequence]:
         """Decoding sequences first, then prompts, each by rank; by turns when a step has no token for each."""
         rows = self.rows
+        if any(one.is_arriving for one in rows):
+            rows = [one for one in rows if not one.is_arriving]
         if len(rows) > max_tokens:
             first = self._turn % len(rows)
             self._turn += max_tokens
@@ -103,6 +127,7 @@ class Running:
             self._leave_row(sequence)
         else:
             self.paused.remove(sequence)
+        self._tiers.cancel(sequence)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0

@@ -7,7 +7,10 @@ own logits, parameters and draw only, never on its neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sized
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +21,27 @@ from engine.protocol import TokenLogprobs
 from engine.sequence import Sequence
 from engine.step import Sampled
 
+Draw = Callable[[Tensor, Tensor, np.ndarray, np.ndarray], np.ndarray]
+"""(logits [S, V] fp32, temperatures [S], limits [3, S]: top_k, top_p, min_p, draws [S] in [0, 1)) → token ids [S], on
+the host: where each draw falls in what the limits leave of softmax(logits / temperature), see `_rank`."""
+
+Greedy = Callable[[Tensor], np.ndarray]
+"""logits [S, V] fp32 → [2, S] on the host: what `greedy` finds."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A Draw whose ids stay on the device, −1 for rows that it can't decide: so a step ends with one copy."""
+
+    draw: Callable[[Tensor, Tensor, np.ndarray, np.ndarray], Tensor]
+
+
+Choose = Callable[[Tensor, Tensor, np.ndarray, np.ndarray, bool], np.ndarray]
+"""(probabilities [S, C] from the largest down, their ids, limits, draws, whether they are the whole vocabulary) → token
+ids [S] on the host, −1 for rows that need to see more than their candidates."""
+
+Drawn = TypeVar("Drawn", np.ndarray, Tensor)
+
 NUM_CANDIDATES = 128
 GROUP = 64
 """Width of the groups whose maxima find the candidates: one pass over the vocabulary, then little work."""
@@ -27,7 +51,12 @@ LOWEST_LOGPROB = -9999.0
 class Sampler:
     """Keeps only the penalty counts of the sequences of the last call, rebuilt from their tokens when missing."""
 
-    def __init__(self, eos_token_ids: Sized[int]) -> None:
+    def __init__(
+        self, eos_token_ids: Sized[int], draw: Draw | Queued | None = None, greedy: Greedy | None = None
+    ) -> None:
+        """draw, greedy: faster ways than torch_draw and torch_greedy."""
+        self._draw = draw or torch_draw
+        self._greedy = greedy or torch_greedy
         self._penalties = Penalties(eos_token_ids)
 
     def sample(self, logits_SV: Tensor, sequences: Sized[Sequence]) -> list[Sampled]:
@@ -35,14 +64,33 @@ class Sampler:
         logits are not finite (an adapter's values overflow) gets no token."""
         logits_SV = logits_SV.float()
         self._penalties.apply(logits_SV, sequences)
-        tokens = greedy(logits_SV)
-        is_sound = torch.isfinite(logits_SV[range(len(tokens)), tokens]).cpu().numpy()  # the largest: NaN if any is
-        drawn = [i for i, s in enumerate(sequences) if is_sound[i] and not s.params.is_greedy]
-        if drawn:
-            tokens[drawn] = _draw(logits_SV, drawn, [sequences[i] for i in drawn])
+        tokens, is_sound = self._choose(logits_SV, sequences)
         logprobs = _logprobs(logits_SV, tokens, sequences)
         chosen = [Sampled(int(token), logprobs.get(i)) for i, token in enumerate(tokens)]
         return [one if sound else Sampled(None) for one, sound in zip(chosen, is_sound, strict=True)]
+
+    def _choose(self, logits_SV: Tensor, sequences: Sized[Sequence]) -> np.ndarray:
+        """[2, S] on the host: tokens, and which are sound."""
+        drawn = [i for i, s in enumerate(sequences) if not s.params.is_greedy]
+        draw: Draw = torch_draw
+        if isinstance(self._draw, Queued):
+            best_S, is_sound_S = greedy(logits_SV)
+            if drawn:
+                tokens = _drawn(logits_SV, drawn, sequences, self._draw.draw)
+                best_S = best_S.index_copy(0, torch.tensor(drawn, device=best_S.device), tokens)
+            chosen = _on_host(best_S, is_sound_S)  # all that a step copies, but for rows that need more, which are rare
+            drawn = [i for i in drawn if chosen[0, i] < 0]
+        else:
+            chosen, draw = self._greedy(logits_SV), self._draw
+        drawn = [i for i in drawn if chosen[1, i]]
+        if drawn:
+            chosen[0, drawn] = _drawn(logits_SV, drawn, sequences, draw)
+        return chosen
+
+
+def _on_host(tokens_S: Tensor, is_sound_S: Tensor) -> np.ndarray:
+    both: np.ndarray = torch.stack((tokens_S, is_sound_S.long())).cpu().numpy()
+    return both
 
 
 def _logprobs(logits_SV: Tensor, tokens_S: np.ndarray, sequences: Sized[Sequence]) -> dict[int, TokenLogprobs]:
@@ -55,12 +103,18 @@ def _logprobs(logits_SV: Tensor, tokens_S: np.ndarray, sequences: Sized[Sequence
     return dict(zip(rows, map(_shorten, entries, asked.values()), strict=True))
 
 
-def greedy(logits_SV: Tensor) -> np.ndarray:
-    """The likeliest token of each row, the lowest id among equals. Several times faster than argmax on a CPU."""
+def torch_greedy(logits_SV: Tensor) -> np.ndarray:
+    return _on_host(*greedy(logits_SV))
+
+
+def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, the lowest id among equals, and whether its logit (NaN if any is) is finite.
+    Several times faster than argmax on a CPU."""
     groups_SGW = _grouped(logits_SV)
     best_S = groups_SGW.amax(-1).argmax(-1)
     inside_S = groups_SGW[torch.arange(len(best_S), device=best_S.device), best_S].argmax(-1)
-    return (best_S * GROUP + inside_S).cpu().numpy()
+    tokens_S = best_S * GROUP + inside_S
+    return tokens_S, torch.isfinite(logits_SV.gather(1, tokens_S[:, None])[:, 0])
 
 
 def token_logprobs(logits_SV: Tensor, tokens_S: np.ndarray, num_top: int) -> list[TokenLogprobs]:
@@ -103,22 +157,40 @@ def _shorten(entry: TokenLogprobs, count: int) -> TokenLogprobs:
     return TokenLogprobs(entry.logprob, entry.top_ids[:count], entry.top_logprobs[:count])
 
 
-def _draw(logits_SV: Tensor, rows: list[int], sequences: list[Sequence]) -> np.ndarray:
-    """One token per row of `rows`: first among the candidates; a row that they can't decide is sorted whole."""
-    params = [s.params for s in sequences]
+def _drawn(
+    logits_SV: Tensor, rows: list[int], sequences: Sized[Sequence], draw: Callable[..., Drawn]
+) -> Drawn:  # fmt: skip
+    """One token per row of `rows`."""
+    params, chosen = [sequences[i].params for i in rows], [sequences[i] for i in rows]
     selected_SV = logits_SV if len(rows) == len(logits_SV) else logits_SV[rows]
-    temperature_S1 = torch.tensor([[p.temperature] for p in params], device=logits_SV.device)
-    probs_SV = torch.softmax(selected_SV / temperature_S1, -1)
-    vocab_size = probs_SV.shape[1]
+    temperature_S = torch.tensor([p.temperature for p in params], device=logits_SV.device)
+    vocab_size = selected_SV.shape[1]
     limits = np.array([(p.top_k if 0 < p.top_k < vocab_size else np.inf, p.top_p, p.min_p) for p in params]).T
-    draws = uniform([s.seed for s in sequences], [s.choice for s in sequences], [s.num_tokens for s in sequences])
-    probs_SC, ids_SC = (part.cpu().numpy() for part in likeliest(probs_SV, NUM_CANDIDATES))
-    order = np.lexsort((ids_SC, -probs_SC))
-    ranks = _rank(probs_SC, limits, draws, is_whole=probs_SC.shape[1] == vocab_size)
-    tokens = np.take_along_axis(ids_SC, np.take_along_axis(order, ranks[:, None], 1), 1)[:, 0]
-    for i in np.flatnonzero(ranks < 0):
-        tokens[i] = _draw_from_all(probs_SV[i].cpu().numpy(), limits[:, i : i + 1], draws[i : i + 1])
+    draws = uniform([s.seed for s in chosen], [s.choice for s in chosen], [s.num_tokens for s in chosen])
+    return draw(selected_SV, temperature_S, limits, draws)
+
+
+def torch_draw(
+    logits_SV: Tensor, temperature_S: Tensor, limits: np.ndarray, draws_S: np.ndarray, choose: Choose | None = None
+) -> np.ndarray:
+    """On any device: first among the candidates; a row that they can't decide is sorted whole."""
+    probs_SV = torch.softmax(logits_SV / temperature_S[:, None], -1)
+    probs_SC, ids_SC = likeliest(probs_SV, NUM_CANDIDATES)
+    is_whole = probs_SC.shape[1] == probs_SV.shape[1]
+    tokens = (choose or choose_on_host)(probs_SC, ids_SC, limits, draws_S, is_whole)
+    for i in np.flatnonzero(tokens < 0):
+        tokens[i] = _draw_from_all(probs_SV[i].cpu().numpy(), limits[:, i : i + 1], draws_S[i : i + 1])
     return tokens
+
+
+def choose_on_host(
+    probs_SC: Tensor, ids_SC: Tensor, limits: np.ndarray, draws_S: np.ndarray, is_whole: bool
+) -> np.ndarray:
+    probs, ids = probs_SC.cpu().numpy(), ids_SC.cpu().numpy()
+    order = np.lexsort((ids, -probs))
+    ranks = _rank(probs, limits, draws_S, is_whole)
+    tokens = np.take_along_axis(ids, np.take_along_axis(order, ranks[:, None], 1), 1)[:, 0]
+    return np.where(ranks < 0, -1, tokens)
 
 
 def _draw_from_all(probs_V: np.ndarray, limits: np.ndarray, draw: np.ndarray) -> int:

@@ -16,6 +16,7 @@ from engine.admission import Admission
 from engine.ageing import Ageing
 from engine.block_pool import BlockPool
 from engine.intake import Intake, SchedulerConfig
+from engine.kv_tiers import KVTiers, no_tiers
 from engine.lane import Lane
 from engine.lanes import LaneFull, Lanes
 from engine.progress import Progress
@@ -31,11 +32,19 @@ RETRY_AFTER_S = 1.0
 class Scheduler:
     """Who runs now, on which blocks. Synchronous: schedule → run the step → commit; add and abort in between."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, residency: ResidencyCache, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        residency: ResidencyCache,
+        lanes: Lanes,
+        tiers: KVTiers | None = None,
+    ) -> None:
         self.num_prompt_tokens = 0
         self.requests: dict[str, Request] = {}
-        self.holding = Running(config.max_num_seqs, pool, residency, lanes, self.requests)
-        self.admission = Admission(config, pool, residency, lanes, self.holding, self.requests)
+        self.tiers = tiers or no_tiers(pool)
+        self.holding = Running(config.max_num_seqs, pool, residency, lanes, self.requests, self.tiers)
+        self.admission = Admission(config, pool, residency, lanes, self.holding, self.requests, self.tiers)
         self.progress = Progress(pool, lanes, self.holding)
         self._config = config
         self._pool = pool
@@ -59,7 +68,7 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """Times that blocks were given up."""
-        return sum(self.holding.num_recomputes.values())
+        return self.holding.num_stripped
 
     # ---- arrivals and departures
 
@@ -103,6 +112,8 @@ class Scheduler:
             self.admission.lift(request)
             self._ageing.watch(request.lane, now)
         self.admission.absorb(now)
+        if self.tiers.poll(now):
+            self.admission.has_news = True
         self._end_failed()
         draft = self.holding.draft = Draft(self._config.max_batched_tokens)
         self._schedule_running(draft)
@@ -110,15 +121,20 @@ class Scheduler:
             sequence = self.admission.next(now)
             if sequence is None:
                 break
-            draft.add(sequence)
+            if not sequence.is_arriving:
+                draft.add(sequence)
         self.admission.end_round()
         self._end_failed()
         rows = draft.rows
-        return Step(rows, self.progress.take_copies()) if rows else None
+        if not rows and not self.tiers.has_loads:
+            return None
+        stores, loads = self.tiers.take()
+        return Step(rows, self.progress.take_copies(), stores, loads)
 
     def commit(self, step: Step, sampled: list[Sampled]) -> list[Chunk | Failed]:
         """Takes up the outcome of a step. Rows whose sequence has gone since are ignored."""
         progress = self.progress
+        self.tiers.settle()
         for row, result in zip(step.rows, sampled, strict=True):
             sequence = row.sequence
             if sequence.phase is not Phase.RUNNING:
@@ -178,8 +194,7 @@ class Scheduler:
             if sequence.phase is not Phase.RUNNING:
                 continue
             if len(sequence.tokens) > len(sequence.blocks) * self._pool.block_size:
-                is_given = self.admission.preemption.grow(sequence)
-                if not is_given:
+                if not self.admission.preemption.grow(sequence):
                     continue
                 sequence.blocks += self._pool.allocate(1)
             draft.add(sequence)

@@ -52,6 +52,8 @@ class Sequence:
     num_preempted  times that it gave up its blocks
     has_run        it was admitted, or forked, before: what is computed of it is owed to it
     goes_first     its turn has come before: it waits ahead of the lanes of its class
+    is_arriving    some of its blocks are being brought back from the host: it has no row in a step until they are there
+    read_until     so long it waits for blocks that are being read from the disk; None = it has not asked for any
     """
 
     request_id: str
@@ -79,6 +81,8 @@ class Sequence:
     num_preempted: int = 0
     has_run: bool = False
     goes_first: bool = False
+    is_arriving: bool = False
+    read_until: float | None = None
 
     @property
     def is_queued(self) -> bool:
@@ -86,8 +90,7 @@ class Sequence:
 
     @property
     def may_yield(self) -> bool:
-        """It can be made to give up its blocks. After so many times it can't: from then on it holds from the start all
-        the blocks that it may ever need."""
+        """It can be made to give up its blocks."""
         return self.num_preempted < MAX_PREEMPTIONS
 
     @property

@@ -39,6 +39,7 @@ from engine.protocol import (
     Generate,
     Hello,
     Keep,
+    Owners,
     Ping,
     Pong,
     Ready,
@@ -257,6 +258,8 @@ class Server:
                 self.core.evict(digest)
             case Keep(adapters=adapters):
                 self.core.keep(adapters)
+            case Owners(owners=owners):
+                self.core.keep_owners(owners)
 
     def _add(self, worker: bytes, request: Generate) -> None:
         try:

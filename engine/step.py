@@ -25,10 +25,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to compute now. `copies` are (source block, destination block), done before anything is written."""
+    """What to compute now. Before it, and in this order, whole blocks are copied:
+
+    stores   (block, host slot): blocks that have a new owner, whose old content is kept on the host
+    copies   (source block, destination block)
+    loads    (host slot, block): blocks that come back; no row of this step reads them
+    """
 
     rows: tuple[Row, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    stores: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

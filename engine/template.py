@@ -7,6 +7,7 @@ stay whole. The caller splits on marks and encodes what carries one as plain tex
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -59,13 +60,22 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
         self._variables = dict(variables)
-        special = list(special)
-        self._assistant = _breaker(special)
-        self._others = _breaker([*special, *tags])
+        self._special, self._tags = list(special), list(tags)
+        self._assistant = _breaker(self._special)
+        self._others = _breaker([*self._special, *self._tags])
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # read at every rendering: a chain of maps is slow
         except jinja2.TemplateError as error:
             raise TemplateFault(f"the chat template can't be read: {error}") from error
+
+    def grown(self, special: Iterable[str], tags: Iterable[str]) -> ChatTemplate:
+        """The same for a tokenizer with more control tokens."""
+        other = copy.copy(self)
+        other._special, other._tags = [*self._special, *special], [*self._tags, *tags]
+        other._assistant = _breaker(other._special)
+        other._others = _breaker([*other._special, *other._tags])
+        return other
 
     def render(self, messages: list[Message], variables: Mapping[str, Any]) -> tuple[str, str]:
         """→ (text, mark): what the template makes of the messages, with `mark` inside what people wrote that looks
@@ -91,6 +101,10 @@ class ChatTemplate:
         return lambda text: pattern.sub(lambda match: match[0] + mark, text)
 
     def _free_mark(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        if all(isinstance(text, str) and text.isascii() for message in messages for text in message.values()) and all(
+            isinstance(value, bool) for value in variables.values()
+        ):
+            return _MARKS[0]
         free = set(_MARKS)
 
         def look(text: str) -> str:

@@ -1,28 +1,33 @@
-"""Tokenizer: text and chats → ids, ids → bytes and text. TextStream: ids of one choice → complete UTF-8, stop strings.
+"""Tokenizer: text and chats → ids, ids → bytes and text. text_stream: answers, as they come.
 
-The only place that knows text on the engine's side; loads no torch and no transformers.
+What knows text on the engine's side; loads no torch and no transformers.
 Errors: engine.vocabulary.
 """
 
 from __future__ import annotations
 
-import codecs
+import contextlib
+import copy
 import json
 import re
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.params import SamplingParams
-from engine.protocol import Chunk, FinishReason, TokenLogprobs
+from adapters.spec import NewToken
+from engine.new_tokens import NewTokens, is_splittable
 from engine.template import ChatTemplate, Message, TemplateFault
 from engine.vocabulary import PromptError, TextError, TokenBytes, TokenizerError
 
-__all__ = ["PromptError", "TextDelta", "TextError", "TextStream", "TextToken", "Tokenizer", "TokenizerError"]
+__all__ = ["PromptError", "TextError", "Tokenizer", "TokenizerError"]
 
+Render = Callable[[list[Message], dict[str, Any]], tuple[str, str]]
+"""(messages, variables) → (text, mark), as ChatTemplate.render. Raises TemplateFault."""
+
+SAID = "\ue000"
+"""Stands for what is said, where only what a template adds is asked: a character of nobody's."""
 _BRACKETED = re.compile(r"(<.+>|\[.+\])\Z", re.DOTALL)
 
 
@@ -39,7 +44,7 @@ class Tokenizer:
         except (OSError, ValueError) as error:
             raise TokenizerError(f"{directory}: no usable tokenizer.json: {error}") from error
         added = {token["id"]: token for token in raw.get("added_tokens") or []}
-        control = {i: t["content"] for i, t in added.items() if t["special"] or _BRACKETED.match(t["content"])}
+        control = {i: t["content"] for i, t in added.items() if _is_control(t["special"], t["content"])}
         raw["truncation"] = raw["padding"] = None
         self._full = FastTokenizer.from_str(json.dumps(raw))
         raw["added_tokens"] = [token for i, token in added.items() if i not in control]
@@ -47,30 +52,73 @@ class Tokenizer:
         self._plain = FastTokenizer.from_str(json.dumps(raw))
         self._decoder = TokenBytes(self._full, raw.get("decoder"), frozenset(added))
         self._special_ids = frozenset(i for i, token in added.items() if token["special"])
-        self._control = re.compile(
-            "|".join(re.escape(text) for text in sorted(control.values(), key=len, reverse=True)) or r"(?!)"
-        )
+        self._controls = list(control.values())
+        self._control = _any_of(self._controls)
+        self._new = self._new_plain = NewTokens(())
+        self.new_controls: tuple[list[str], list[str]] = [], []
+        self._is_splittable = is_splittable((raw.get("normalizer"), raw.get("pre_tokenizer")))
         self.vocab_size = self._full.get_vocab_size(with_added_tokens=True)
         self._bos_text = _token_text(config.get("bos_token"))
         self.bos_token_id = self._full.token_to_id(self._bos_text) if self._bos_text else None
-        self._template = self._read_template(directory, config, control)
+        self.template_setting = self._template_setting(config, control)
+        self._template = self._read_template(directory, config)
+        self._known: dict[str, list[int]] = {}
+        if self._is_splittable and _are_separate(added, control):
+            self._known = {content: [i] for i, content in control.items()}
+            self._known |= {piece: self.encode(piece, add_special_tokens=False) for piece in self._own_pieces()}
 
-    def _read_template(self, directory: Path, config: dict[str, Any], control: dict[int, str]) -> ChatTemplate | None:
-        source = _template_source(directory, config)
-        if source is None:
-            return None
+    def _template_setting(
+        self, config: dict[str, Any], control: dict[int, str]
+    ) -> tuple[dict[str, str], list[str], list[str]]:
+        """What any chat template for this tokenizer is given: variables, special tokens, tags (ChatTemplate)."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
         variables = {name: text for name in names if (text := _token_text(config.get(name))) is not None}
         special = [text for i, text in control.items() if i in self._special_ids]
         tags = [text for i, text in control.items() if i not in self._special_ids]
+        return variables, special, tags
+
+    def _read_template(self, directory: Path, config: dict[str, Any]) -> ChatTemplate | None:
+        source = _template_source(directory, config)
         try:
-            return ChatTemplate(source, variables, special, tags)
+            return None if source is None else ChatTemplate(source, *self.template_setting)
         except TemplateFault as error:
             raise TokenizerError(f"{directory}: {error}") from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+    def _own_pieces(self) -> set[str]:
+        """What the template itself puts between control tokens, whatever is said."""
+        turns = [{"role": role, "content": SAID} for role in ("system", "user", "assistant", "user")]
+        found: set[str] = set()
+        for wanted in (turns[:2], turns[1:2], turns[1:]):
+            with contextlib.suppress(TemplateFault):
+                if self._template is not None:
+                    text, mark = self._template.render(wanted, {"add_generation_prompt": True})
+                    found.update(
+                        piece for piece in self._control.split(text) if SAID not in piece and mark not in piece
+                    )
+        return found - {""}
+
+    def grown(self, tokens: Sequence[NewToken]) -> Tokenizer:
+        """The same with an adapter's tokens. Cheap: all else is shared. Raises TokenizerError for a tokenizer that does
+        something to where a text begins, which no piece of a text may suffer."""
+        if not tokens:
+            return self
+        if not self._is_splittable:
+            raise TokenizerError("tokens can't be added to a tokenizer of this kind")
+        other = copy.copy(self)
+        controls = [token for token in tokens if _is_control(token.special, token.content)]
+        other._known = {}
+        other._new = NewTokens(tokens)
+        other._new_plain = NewTokens([token for token in tokens if token not in controls])
+        other._controls = self._controls + [token.content for token in controls]
+        other._control = _any_of(other._controls)
+        special = [token.content for token in controls if token.special]
+        tags = [token.content for token in controls if not token.special]
+        other.new_controls = special, tags
+        other._template = None if self._template is None else self._template.grown(special, tags)
+        other._special_ids = self._special_ids | {token.id for token in tokens if token.special}
+        other._decoder = self._decoder.grown({token.id: token.content.encode() for token in tokens})
+        other.vocab_size = max(self.vocab_size, 1 + max(token.id for token in tokens))
+        return other
 
     @property
     def longest_token_bytes(self) -> int:
@@ -80,7 +128,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """A raw prompt: texts of control tokens in it are control tokens (its writer owns all of it). A BOS that the
         tokenizer adds is not doubled when the text brings its own."""
-        ids = _ids(self._full, text, add_special_tokens)
+        ids = self._ids(self._full, self._new, text, add_special_tokens)
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
             assert self._bos_text is not None
             if text.startswith(self._bos_text) and not text.startswith(self._bos_text * 2):
@@ -89,7 +137,22 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Text only: nothing in it becomes a control token, nothing is added."""
-        return _ids(self._plain, text, False)
+        return self._ids(self._plain, self._new_plain, text, False)
+
+    def _ids(self, tokenizer: FastTokenizer, new: NewTokens, text: str, add_special_tokens: bool) -> list[int]:
+        pieces = list(new.split(text))
+        if all(isinstance(piece, str) for piece in pieces):
+            return _ids(tokenizer, text, add_special_tokens)
+        ids = [
+            token
+            for piece in pieces
+            for token in ([piece] if isinstance(piece, int) else _ids(tokenizer, piece, False))
+        ]
+        if not add_special_tokens:
+            return ids
+        probe, framed = (_ids(tokenizer, "a", adds) for adds in (False, True))
+        before = next((i for i in range(len(framed)) if framed[i : i + len(probe)] == probe), 0)
+        return framed[:before] + ids + framed[before + len(probe) :]
 
     def encode_chat(
         self,
@@ -99,15 +162,19 @@ class Tokenizer:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         variables: dict[str, Any] | None = None,
+        render: Render | None = None,
     ) -> list[int]:
         """The ids of a conversation: exactly what the template says, with every control token its own. Each message
-        has "role" and "content" (a string). Raises PromptError with param "messages"."""
-        if self._template is None:
+        has "role" and "content" (a string). `render` takes the place of this tokenizer's own template (for those of
+        strangers: engine.template_sandbox). Raises PromptError with param "messages"."""
+        if render is None and self._template is not None:
+            render = self._template.render
+        if render is None:
             raise PromptError("This model has no chat template; use /v1/completions.", "messages")
         final = str(messages[-1]["content"]).strip() if continue_final_message and messages else ""
         try:
             generate = add_generation_prompt and not continue_final_message
-            text, mark = self._template.render(messages, (variables or {}) | {"add_generation_prompt": generate})
+            text, mark = render(messages, (variables or {}) | {"add_generation_prompt": generate})
         except TemplateFault as error:
             raise PromptError(f"The chat template refuses these messages: {error}", "messages") from error
         if continue_final_message:
@@ -115,6 +182,8 @@ class Tokenizer:
         return self._encode_rendered(text, mark, add_special_tokens)
 
     def _encode_rendered(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
+        if self._known and not add_special_tokens:
+            return self._encode_pieces(text, mark)
         if mark not in text:
             return self.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = []
@@ -131,6 +200,16 @@ class Tokenizer:
             clean += control
             start = end + len(control)
         return ids + self.encode(clean, add_special_tokens=False) if clean else ids
+
+    def _encode_pieces(self, text: str, mark: str) -> list[int]:
+        """Where control tokens divide a text into parts that have nothing to do with each other: the template's own
+        parts are known, only what was said is encoded."""
+        parts = [piece for piece in self._control.split(text) if piece]
+        plain = {piece: self.encode_plain(piece.replace(mark, "")) for piece in parts if mark in piece}
+        known = self._known | plain if plain else self._known
+        said = [piece for piece in parts if piece not in known]
+        encoded = iter(_batch(self._full, said, False))
+        return [token for piece in parts for token in (known.get(piece) or next(encoded))]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -149,152 +228,38 @@ class Tokenizer:
         return self._decoder.trim_start(data)
 
 
-@dataclass(frozen=True, slots=True)
-class TextToken:
-    """A token whose text has been delivered; `offset` is where it begins, in characters of the choice's text."""
-
-    id: int
-    offset: int
-    logprobs: TokenLogprobs | None
+def _is_control(is_special: bool, content: str) -> bool:
+    return is_special or _BRACKETED.match(content) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What a chunk adds to its choice.
-
-    tokens       those whose text is now delivered whole (never those of a stop string or a hidden special token)
-    num_tokens   completion tokens of the choice so far: up to and with the one that completed a stop
-    finish       set once; later chunks of the choice are ignored
-    stop_reason  the stop string or stop token id that ended it; None for end-of-sequence and length
-    """
-
-    text: str
-    tokens: tuple[TextToken, ...]
-    num_tokens: int
-    finish: FinishReason | None = None
-    stop_reason: int | str | None = None
+def _are_separate(added: Mapping[int, Mapping[str, Any]], control: Mapping[int, str]) -> bool:
+    """Whether control tokens are found in a text as they are written, take no white space along, and lie across none
+    of the other added tokens."""
+    flags = ("lstrip", "rstrip", "single_word", "normalized")
+    others = [token["content"] for i, token in added.items() if i not in control]
+    return not any(
+        any(added[i].get(flag) for flag in flags) or any(content[0] in other for other in others)
+        for i, content in control.items()
+    )
 
 
-class TextStream:
-    """The text of one choice, from the engine's chunks.
-
-    Only complete characters leave it, and the concatenation of all deltas is the decode of all ids (without an
-    incomplete last character). Text is held back only while it is a real proper prefix of a stop string, and delivered
-    when it turns out to be none. Only generated text is searched; the match that ends first wins, and of those that
-    end together the longest; what min_tokens protects is not searched.
-    `starts_text`: the output begins a text of its own (a chat turn) rather than continuing the prompt's.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, starts_text: bool = False) -> None:
-        self.num_tokens = 0
-        self.finished = False
-        self._tokenizer = tokenizer
-        self._params = params
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matchers = [_StopMatcher(stop) for stop in params.stop_strings]
-        self._at_start = starts_text
-        self._held = ""  # decoded, not delivered
-        self._delivered = 0  # characters
-        self._tokens: deque[tuple[TextToken, int]] = deque()  # not delivered, with where their text ends
-        self._incomplete = 0  # of those at the right end, how many wait for the rest of a character
-
-    def push(self, chunk: Chunk) -> TextDelta:
-        """Raises nothing: ids that have no token add no text."""
-        if self.finished:
-            return TextDelta("", (), self.num_tokens)
-        for position, token in enumerate(chunk.ids):
-            self.num_tokens += 1
-            stop = self._add(token, chunk.logprobs[position] if chunk.logprobs else None, chunk.stop_id)
-            if stop is not None:
-                return self._end("stop", stop)
-        if chunk.finish is not None:
-            is_stop_token = chunk.stop_id in (self._params.stop_token_ids or ())
-            return self._end(chunk.finish, chunk.stop_id if is_stop_token else None)
-        return self._deliver(max((matcher.state for matcher in self._matchers), default=0))
-
-    def _add(self, token: int, logprobs: TokenLogprobs | None, stop_id: int | None) -> str | None:
-        """Appends one token's text → the stop string that it completes; `_held` then ends where the answer does."""
-        if token == stop_id or (self._params.skip_special_tokens and self._tokenizer.is_special(token)):
-            return None
-        data = self._tokenizer.token_bytes(token)
-        if self._at_start and data:
-            data = self._tokenizer.trim_start(data)
-            self._at_start = False
-        begin = self._delivered + len(self._held)
-        text = self._utf8.decode(data)
-        end = begin + len(text)
-        if text:
-            self._settle_incomplete(end)
-        waits = bool(self._utf8.getstate()[0])
-        self._tokens.append((TextToken(token, begin, logprobs), end + waits))
-        self._incomplete += waits
-        self._held += text
-        return self._search(text, end) if self.num_tokens >= self._params.min_tokens else None
-
-    def _settle_incomplete(self, end: int) -> None:
-        """The character that the last tokens waited for is complete: their text ends with it."""
-        for back in range(1, self._incomplete + 1):
-            token, _ = self._tokens[-back]
-            self._tokens[-back] = (token, min(token.offset + 1, end))
-        self._incomplete = 0
-
-    def _search(self, text: str, end: int) -> str | None:
-        if not self._matchers:
-            return None
-        for position, char in enumerate(text, start=end - len(text) + 1):
-            found = [matcher.stop for matcher in self._matchers if matcher.advance(char)]
-            if found:
-                stop = max(found, key=len)
-                keep = position if self._params.include_stop_str_in_output else position - len(stop)
-                self._held = self._held[: keep - self._delivered]
-                return stop
-        return None
-
-    def _end(self, finish: FinishReason, stop_reason: int | str | None) -> TextDelta:
-        self.finished = True
-        delta = self._deliver(0)
-        return TextDelta(delta.text, delta.tokens, self.num_tokens, finish, stop_reason)
-
-    def _deliver(self, num_held: int) -> TextDelta:
-        cut = len(self._held) - num_held
-        text, self._held = self._held[:cut], self._held[cut:]
-        self._delivered += len(text)
-        tokens = []
-        while self._tokens and (
-            self._tokens[0][1] <= self._delivered or (self.finished and self._tokens[0][0].offset < self._delivered)
-        ):
-            tokens.append(self._tokens.popleft()[0])
-        self._incomplete = min(self._incomplete, len(self._tokens))
-        return TextDelta(text, tuple(tokens), self.num_tokens)
-
-
-class _StopMatcher:
-    """Knuth-Morris-Pratt: `state` is the length of the longest proper prefix of `stop` that ends the text so far."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.state = 0
-        self._fail = [0] * len(stop)
-        for i in range(1, len(stop)):
-            self._fail[i] = self._step(self._fail[i - 1], stop[i])
-
-    def _step(self, state: int, char: str) -> int:
-        while state and self.stop[state] != char:
-            state = self._fail[state - 1]
-        return state + (self.stop[state] == char)
-
-    def advance(self, char: str) -> bool:
-        """True when `char` completes the stop string."""
-        self.state = self._step(self.state, char)
-        return self.state == len(self.stop)
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """In a group, so that it splits a text into what lies between and them."""
+    return re.compile(
+        "(" + "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) + ")" if texts else r"(?!)"
+    )
 
 
 def _ids(tokenizer: FastTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    return _batch(tokenizer, [text], add_special_tokens)[0]
+
+
+def _batch(tokenizer: FastTokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
     try:
-        encodings = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
     except (UnicodeEncodeError, TypeError) as error:  # the latter, about its input, is what a str can cause only so
         raise PromptError("The text holds a lone surrogate, which is no character.") from error
-    return list(encodings[0].ids)
+    return [list(encoding.ids) for encoding in encodings]
 
 
 def _cut_after_final(text: str, final: str, mark: str) -> str:

@@ -7,6 +7,7 @@ TextError              text can't become tokens; has .message
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -51,6 +52,13 @@ class TokenBytes:
         if data is None:
             data = self._cache[token] = self._read(token)
         return data
+
+    def grown(self, tokens: dict[int, bytes]) -> TokenBytes:
+        """The same with more tokens."""
+        other = copy.copy(self)
+        other._cache = dict(tokens)
+        other.longest = max(self.longest, *map(len, tokens.values()))
+        return other
 
     def _read(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None

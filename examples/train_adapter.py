@@ -2,7 +2,11 @@
 
     python examples/train_adapter.py MODEL_DIR examples/data/pirate.jsonl OUT_DIR --rank 4 --targets q_proj,v_proj
 
-OUT_DIR gets adapter_config.json and adapter_model.safetensors, ready for `chorus adapters` or the admin REST.
+OUT_DIR gets adapter_config.json and adapter_model.safetensors, ready for `chorus adapters push`; with `--push NAME`
+that is done at once, to the server that CHORUS_URL and CHORUS_ADMIN_KEY (or CHORUS_DATA_DIR) name:
+
+    python examples/train_adapter.py MODEL_DIR examples/data/pirate.jsonl OUT_DIR --push pirate --tenant acme
+
 On two CPU cores and the demo model this takes about ten minutes.
 """
 
@@ -11,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -39,6 +45,13 @@ def collate(rows: list[tuple[list[int], list[int]]], pad: int) -> dict[str, torc
     }
 
 
+def push(directory: Path, name: str, tenant: str | None) -> None:
+    """Makes it what the server has under this name."""
+    owner = ["--tenant", tenant] if tenant else []
+    command = [sys.executable, "-m", "gateway.cli", "adapters", "push", str(directory), "--as", name, *owner]
+    subprocess.run(command, check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -49,6 +62,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--push", metavar="NAME", help="push it to a running server under this name")
+    parser.add_argument("--tenant", help="whose it becomes [shared by all]")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -84,6 +99,8 @@ def main() -> None:
     model.peft_config["default"].base_model_name_or_path = args.model.name
     model.save_pretrained(args.out)
     (args.out / "README.md").unlink(missing_ok=True)  # peft's empty model card
+    if args.push:
+        push(args.out, args.push, args.tenant)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,9 +14,11 @@ import msgspec
 from engine.client import Engine, Generation
 from engine.params import SamplingParams
 from engine.protocol import Broken, Chunk, EngineError, FinishReason, Generate, TokenLogprobs
-from engine.text import TextStream, TextToken
+from engine.text import Tokenizer
+from engine.text_stream import TextStream, TextToken
+from gateway.merged import Chunks, joined
 from gateway.models import Model
-from gateway.prompts import Chat, Prompt, Truncation
+from gateway.prompts import Chat, Prompt, Truncation, opening
 from gateway.replicas import ReplicaSet
 from tenants.quotas import Hold
 from tenants.usage import Status, UsageRecord
@@ -36,6 +38,10 @@ class Ask:
     Choice j of prompt i has index i·n + j. params.max_tokens None = as many as the context has room for.
     cache_salt: apart from the tenant's own, for prompts that only requests of equal salt may find in the prefix cache.
     token_ids: every Delta tells the ids that it stands for, also while their text is held back.
+    conversation: where the client says which one this is; else it is known by how it opens. Decides about canaries.
+    tokenizer: of a model with tokens of its own; None = the base's.
+    given: fields of `params` that the client set itself; the model's own defaults fill the others.
+    is_limit_soft: max_tokens is such a default, and gives way where the context has less room.
     without_output: only the prompts are wanted (echo with max_tokens 0): one token is computed, none given or billed.
     """
 
@@ -46,17 +52,27 @@ class Ask:
     endpoint: str = "chat/completions"
     request_id: str = ""
     user: str = ""
+    conversation: str = ""
+    tokenizer: Tokenizer | None = None
+    given: frozenset[str] = frozenset()
+    is_limit_soft: bool = False
     tags: dict[str, str] | None = None
     without_output: bool = False
     truncation: Truncation | None = None
     cache_salt: str = ""
     token_ids: bool = False
 
+    def whose(self) -> str:
+        """What stays the same over a conversation: its id, else the user, else its opening."""
+        if self.conversation or self.user:
+            return f"conversation:{self.conversation}" if self.conversation else f"user:{self.user}"
+        return f"opening:{opening(self.prompts[0])}" if self.prompts else ""
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What comes next in one choice. `tokens` are those whose text is now complete; `prompt_logprobs`, when asked for,
-    come once, with the first delta of a prompt's first choice; `ids`, when asked for, are all that were produced."""
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """What comes next in one choice. `tokens`, where logprobs are asked for, are those whose text is now complete;
+    `prompt_logprobs`, when asked for, come once, with the first delta of a prompt's first choice; `ids`, when asked
+    for, are all that were produced."""
 
     choice: int
     text: str
@@ -81,8 +97,9 @@ class Usage:
 
 
 class Answer:
-    """An accepted request: iterate for its deltas, then close it. `usage` counts while it runs.
+    """An accepted request: iterate for what has come of its deltas, then close it. `usage` counts while it runs.
 
+    is_whole     nobody sees a part of it before its end: set by who takes it so
     id           unique, for the client's eyes too      created   Unix seconds
     prompt_ids   the prompts as the engine got them     fingerprint   changes with base weights and adapter version
     """
@@ -98,6 +115,7 @@ class Answer:
         self.usage = Usage(prompt_tokens=record.prompt_tokens)
         self.prompt_ids: list[list[int]] = []
         self.fingerprint = ""
+        self.is_whole = False
         self._inference = inference
         self._record = record
         self._started = started
@@ -105,10 +123,11 @@ class Answer:
         self._status: Status = "cancelled"
         self._generations: list[Generation] = []
         self._texts: list[TextStream] = []
-        self._deltas: AsyncIterator[Delta] | None = None
+        self._chunks = Chunks(())
+        self._num_running = 0
         self._next_top_up = 0
         self._topping_up: asyncio.Task[None] | None = None
-        self._closed: asyncio.Task[None] | None = None
+        self._closed: asyncio.Future[None] | None = None
 
     async def start(self, requests: list[Generate], replicas: ReplicaSet) -> None:
         """Returns when an engine has accepted all of them. Raises Refused or Unavailable."""
@@ -119,11 +138,16 @@ class Answer:
         self.prompt_ids = [request.prompt for request in requests]
         self.fingerprint = fingerprint(engine, self.model)
         self._texts = [
-            TextStream(self._inference.tokenizer, self.ask.params, starts_text=isinstance(prompt, Chat))
+            TextStream(self.tokenizer, self.ask.params, starts_text=isinstance(prompt, Chat))
             for prompt in self.ask.prompts
             for _ in range(self.ask.params.n)
         ]
-        self._deltas = self._run()
+        self._chunks = Chunks(self._generations)
+        self._num_running = len(self._texts)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.ask.tokenizer or self._inference.tokenizer
 
     @property
     def tier(self) -> str:
@@ -133,16 +157,21 @@ class Answer:
     def __aiter__(self) -> Answer:
         return self
 
-    async def __anext__(self) -> Delta:
-        """Raises Broken when the engine fails in mid-stream."""
-        assert self._deltas is not None
+    async def __anext__(self) -> list[Delta]:
+        """At least one. Raises Broken when the engine fails in mid-stream."""
         try:
-            return await self._deltas.__anext__()
-        except StopAsyncIteration:
-            raise
+            while self._num_running:
+                chunks = await self._chunks.next()
+                if self.is_whole:
+                    chunks = joined(chunks)
+                found = [self._read(prompt, chunk) for prompt, chunk in chunks]
+                deltas = [delta for delta in found if delta is not None]
+                if deltas:
+                    return deltas
         except BaseException as error:
             self.failed(error)
             raise
+        raise StopAsyncIteration
 
     async def __aenter__(self) -> Answer:
         return self
@@ -162,19 +191,28 @@ class Answer:
     async def aclose(self) -> None:
         """Aborts what still runs and settles what was used, exactly once; goes on to its end if the caller is
         cancelled."""
-        if self._closed is None:
+        if self._closed is None and self._topping_up is None and not self._chunks.has_tasks:
+            for generation in self._generations:
+                generation.close()
+            self._closed = self._settle()
+        elif self._closed is None:
             self._closed = self._inference.finish(self._close())
         await asyncio.shield(self._closed)
 
     async def _close(self) -> None:
+        """Where something is still under way."""
+        await self._chunks.close()
         for generation in self._generations:
-            await generation.aclose()
+            generation.close()
         if self._topping_up is not None:
             await self._topping_up
+        await self._settle()
+
+    def _settle(self) -> asyncio.Future[None]:
         is_computed = self._status != "refused" and bool(self._generations)
         if self._status == "error" and "first_token_s" not in self._times:
             is_computed = False
-        await self._inference.settle(
+        return self._inference.settle(
             self.hold,
             msgspec.structs.replace(
                 self._record,
@@ -187,25 +225,9 @@ class Answer:
             ),
         )
 
-    async def _run(self) -> AsyncIterator[Delta]:
-        num_running = len(self._texts)
-        async for prompt, chunk in _merge(self._generations):
-            delta = self._read(prompt, chunk)
-            if delta is None:
-                continue
-            num_running -= delta.finish is not None
-            if not num_running:
-                self._status = "ok"
-            elif delta.finish is not None and chunk.finish is None:  # by a stop string, which no engine knows of
-                self._generations[prompt].stop(chunk.choice)
-            yield delta
-            if not num_running:
-                return
-        if num_running:
-            raise Broken("engine_error", "The engine ended the stream too early.")
-
     def _read(self, prompt: int, chunk: Chunk) -> Delta | None:
-        self._times.setdefault("first_token_s", time.monotonic() - self._started)
+        if "first_token_s" not in self._times:
+            self._times["first_token_s"] = time.monotonic() - self._started
         choice = prompt * self.ask.params.n + chunk.choice
         stream = self._texts[choice]
         if stream.finished:
@@ -214,14 +236,24 @@ class Answer:
             self.usage.cached_tokens += chunk.num_cached_tokens
         before = stream.num_tokens
         text = stream.push(chunk)
+        if text.finish is not None:
+            self._finished(prompt, chunk)
         if self.ask.without_output:
             return Delta(choice, "", (), text.finish, None, chunk.prompt_logprobs)
-        self.usage.completion_tokens += stream.num_tokens - before
+        num_new = stream.num_tokens - before
+        self.usage.completion_tokens += num_new
         self._count(self.usage.completion_tokens)
-        ids = tuple(chunk.ids[: stream.num_tokens - before]) if self.ask.token_ids else ()
+        ids = tuple(chunk.ids[:num_new]) if self.ask.token_ids else ()
         if not (text.text or text.tokens or text.finish or chunk.prompt_logprobs or ids):
             return None
         return Delta(choice, text.text, text.tokens, text.finish, text.stop_reason, chunk.prompt_logprobs, ids)
+
+    def _finished(self, prompt: int, chunk: Chunk) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._status = "ok"
+        elif chunk.finish is None:  # by a stop string, which no engine knows of
+            self._generations[prompt].stop(chunk.choice)
 
     def _count(self, completion_tokens: int) -> None:
         """For the heartbeat; and more is reserved in time when the client has set no end."""
@@ -233,40 +265,12 @@ class Answer:
             self._topping_up = self._inference.top_up(self.hold)
 
 
-async def _merge(generations: list[Generation]) -> AsyncIterator[tuple[int, Chunk]]:
-    """The chunks of all, as they come, each with its generation's index."""
-    if len(generations) == 1:
-        async for chunk in generations[0]:
-            yield 0, chunk
-        return
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
-
-    async def read(index: int, generation: Generation) -> None:
-        try:
-            async for chunk in generation:
-                queue.put_nowait((index, chunk))
-            queue.put_nowait((index, None))
-        except EngineError as error:
-            queue.put_nowait((index, error))
-
-    tasks = [asyncio.create_task(read(index, generation)) for index, generation in enumerate(generations)]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            index, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def fingerprint(engine: Engine, model: Model) -> str:
     """OpenAI's system_fingerprint: the same as long as base weights and adapter version are."""
-    base = engine.ready.fingerprint if engine.ready else ""
-    digest = model.adapter.digest if model.adapter else ""
+    base = f"{engine.ready.fingerprint}:{engine.ready.quantization}" if engine.ready else ""
+    return _fingerprint(base, model.adapter.digest if model.adapter else "")
+
+
+@lru_cache(1000)
+def _fingerprint(base: str, digest: str) -> str:
     return "fp_" + hashlib.sha256(f"{base}:{digest}".encode()).hexdigest()[:12]

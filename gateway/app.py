@@ -5,7 +5,6 @@ Context (ids, times, faults) → Authenticate → StrictBodies → Direct → ro
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,30 +19,38 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from adapters.bucket_store import open_store
 from adapters.registry import AdapterRegistry
-from adapters.storage import DirectoryStore
+from adapters.storage import AdapterStore
 from engine.client import Engine, EngineClient
 from engine.model.config import ModelConfig
+from engine.template_sandbox import TemplateSandbox
 from engine.text import Tokenizer
 from gateway import conversation_routes, health, openai, responses
-from gateway.admin import adapters, admin_keys, audit, engine, keys, pins, plans, tenants, usage
+from gateway.admin import adapter_moves, adapters, admin_keys, audit, engine, keys, pins, plans, sources, tenants, usage
 from gateway.auth import Authenticate
 from gateway.bodies import StrictBodies
 from gateway.context import Context
-from gateway.conversations import ConversationStore
+from gateway.conversation_store import ConversationStore
 from gateway.direct import Direct
 from gateway.errors import from_details, to_api_error
 from gateway.idempotency import Idempotent
 from gateway.inference import Inference
+from gateway.kv_owners import KVOwners
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
 from gateway.openapi import Gateway
 from gateway.pins import Pins
+from gateway.probes import Prober
+from gateway.profiles import Profiles
 from gateway.prompts import PromptEncoder
+from gateway.replays import Replays
 from gateway.replicas import ReplicaSet
 from gateway.settings import Settings
+from gateway.sources import Sources
 from gateway.state import State
 from gateway.upload import UploadGate
+from tenants.adapter_limits import AdapterLimits
 from tenants.admin_keys import AdminKeyRing
 from tenants.audit import AuditLog
 from tenants.db import Database, StateUnavailable
@@ -51,6 +58,8 @@ from tenants.directory import TenantDirectory
 from tenants.epochs import Epochs
 from tenants.key_format import Pepper
 from tenants.keys import KeyRing
+from tenants.owners import OwnerBook
+from tenants.periodic import Periodic
 from tenants.plans import PlanBook
 from tenants.quotas import Quotas
 from tenants.state import MEMORY_URL, connect
@@ -68,6 +77,8 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
         version=version("chorus-serve"),
         lifespan=lambda _: _lifespan(settings, engine),
         redirect_slashes=False,
+        docs_url=None,  # they would load scripts of others, and no browser sends the key
+        redoc_url=None,
         middleware=[
             Middleware(Context),
             Middleware(Authenticate),
@@ -85,7 +96,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 ROUTERS = (
     health.router, openai.router, responses.router, conversation_routes.router, tenants.router, keys.router,
     plans.router, admin_keys.router, usage.router, usage.own_router, audit.router, engine.router, *adapters.routers,
-    *pins.routers,
+    *adapter_moves.routers, *pins.routers, sources.router,
 )  # fmt: skip
 
 
@@ -102,7 +113,9 @@ async def _answer_invalid(_: Request, error: Exception) -> Response:
 @asynccontextmanager
 async def _lifespan(settings: Settings, engine: Engine | None) -> AsyncIterator[dict[str, State]]:
     async with AsyncExitStack() as stack:
-        yield {"chorus": await _build(settings, engine, stack)}
+        state = await _build(settings, engine, stack)
+        await stack.enter_async_context(Sources(state))
+        yield {"chorus": state}
 
 
 async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStack) -> State:
@@ -113,31 +126,39 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
     redis = connect(settings.redis_url or MEMORY_URL)
     stack.push_async_callback(redis.aclose)
     epochs = Epochs(database, redis)
-    quotas, ledger = Quotas(redis), UsageLedger(database)
+    pepper = Pepper.parse(settings.pepper)
+    quotas, ledger, directory = Quotas(redis), UsageLedger(database), TenantDirectory(database, epochs)
     await stack.enter_async_context(Upkeep(redis, quotas, ledger, epochs))
+    conversations = ConversationStore(redis, settings.conversation_ttl_s, directory.keeping)
     metrics = await stack.enter_async_context(Metrics(redis))
     replicas = ReplicaSet(
         [engine] if engine else [await _connect(e, settings, stack) for e in settings.engine_endpoints]
     )
-    registry = AdapterRegistry(database, epochs, reserved=[settings.base_name])
-    store = DirectoryStore(settings.store_dir)
+    limits = AdapterLimits(settings.max_adapters_per_tenant, settings.max_adapter_bytes_per_tenant)
+    registry = AdapterRegistry(database, epochs, [settings.base_name], model.fingerprint, limits)
+    store = open_store(settings.store_dir, settings.bucket)
     await _collect_in_background(registry, store, settings, stack)
     tokenizer = Tokenizer(settings.model_dir)
+    sandbox = TemplateSandbox(*tokenizer.template_setting)
+    stack.callback(sandbox.close)
     base = Model(settings.base_name, settings.base_name, created=int(settings.model_dir.stat().st_mtime))
     inference = Inference(
         models=ModelTable(registry, base, min(settings.max_model_len or model.max_position, model.max_position)),
         replicas=replicas, quotas=quotas, metrics=metrics, encoder=PromptEncoder(tokenizer),
+        profiles=Profiles(store, sandbox, model.vocab_size, tokenizer),
         timeout_s=settings.request_timeout_s,
     )  # fmt: skip
     stack.push_async_callback(inference.close)
     return State(
         settings=settings, database=database, redis=redis, keys=KeyRing(database, redis, settings.pepper),
-        admin_keys=AdminKeyRing(database, redis, Pepper.parse(settings.pepper), settings.admin_key),
-        quotas=quotas, ledger=ledger, directory=TenantDirectory(database, epochs), plans=PlanBook(database, epochs),
+        admin_keys=AdminKeyRing(database, redis, pepper, settings.admin_key),
+        quotas=quotas, ledger=ledger, directory=directory, plans=PlanBook(database, epochs),
         registry=registry, store=store, audit=AuditLog(database),
-        shape=model.base_shape(), replicas=replicas, tokenizer=tokenizer, inference=inference,
-        conversations=ConversationStore(redis, settings.conversation_ttl_s), metrics=metrics,
+        shape=model.base_shape(), prober=Prober(inference, epochs, redis), replicas=replicas,
+        tokenizer=tokenizer, inference=inference,
+        conversations=conversations, replays=Replays(redis, pepper, conversations.keeping), metrics=metrics,
         uploads=UploadGate(), pins=await stack.enter_async_context(Pins(redis, registry, replicas)),
+        kv_owners=await stack.enter_async_context(KVOwners(OwnerBook(database, pepper), replicas)),
     )  # fmt: skip
 
 
@@ -149,23 +170,21 @@ async def _connect(endpoint: str, settings: Settings, stack: AsyncExitStack) -> 
 
 
 async def _collect_in_background(
-    registry: AdapterRegistry, store: DirectoryStore, settings: Settings, stack: AsyncExitStack
+    registry: AdapterRegistry, store: AdapterStore, settings: Settings, stack: AsyncExitStack
 ) -> None:
     """Files that no version refers to go, long after any request or upload that could need them has ended."""
+    grace_s = settings.adapter_grace_s
+    if grace_s < 2 * settings.request_timeout_s:
+        log.warning(
+            "adapter_grace is %g s, less than two request timeouts: requests that wait, and uploads under way, may "
+            "lose their files", grace_s,
+        )  # fmt: skip
 
     async def collect() -> None:
-        while True:
-            await asyncio.sleep(COLLECT_EVERY_S)
-            try:
-                gone = await registry.collect(store, grace_s=2 * settings.request_timeout_s + 3600)
-                log.info("deleted %d stored adapters that nothing refers to", len(gone))
-            except (StateUnavailable, OSError) as error:
-                log.warning("stored adapters were not collected: %s", error)
+        try:
+            gone = await registry.collect(store, grace_s)
+            log.info("deleted %d stored adapters that nothing refers to", len(gone))
+        except (StateUnavailable, OSError) as error:
+            log.warning("stored adapters were not collected: %s", error)
 
-    task = asyncio.create_task(collect())
-
-    async def stop() -> None:
-        task.cancel()
-        await asyncio.wait({task})
-
-    stack.push_async_callback(stop)
+    await stack.enter_async_context(Periodic(collect, min(COLLECT_EVERY_S, max(1.0, grace_s))))

@@ -87,21 +87,34 @@ async def authenticate(state: State, request: Request) -> Caller:
     administrator = await state.admin_keys.authenticate(key)
     if administrator is not None:
         return AdminPrincipal(administrator)
+    return await _admitted(state, request, key, check_epoch=not is_metered(request))
+
+
+async def _admitted(state: State, request: Request, key: str, check_epoch: bool) -> Principal:
+    """The holder of a tenant's key, if it may be used here and so. Raises ApiError, StateUnavailable."""
     try:
-        principal = await state.keys.authenticate(
-            key, check_epoch=not is_metered(request), act_as=request.headers.get(ACT_AS)
-        )
+        principal = await state.keys.authenticate(key, check_epoch=check_epoch, act_as=request.headers.get(ACT_AS))
     except InvalidKey:
         shown = f"{key[:12]}…{key[-4:]}" if len(key) > 24 and key.isascii() else "…"
         raise unauthorized(f"Incorrect API key provided: {shown}", "invalid_api_key") from None
     except MayNotAct:
         raise forbidden(f"This key lacks the scope `act_as`, which {ACT_AS} needs.") from None
+    try:
+        _check_use(state, request, principal)
+    except ApiError:
+        if check_epoch:
+            raise
+        return await _admitted(state, request, key, check_epoch=True)  # it may be allowed by now
+    return principal
+
+
+def _check_use(state: State, request: Request, principal: Principal) -> None:
+    """Raises ApiError 401."""
     if principal.allowed_ips is not None and not is_within(client_address(request, state), principal.allowed_ips):
         raise unauthorized("This key may not be used from your address.", "ip_not_authorized")
     organization = request.headers.get("openai-organization")
     if organization and organization != principal.tenant_id:
         raise unauthorized("OpenAI-Organization does not match the API key.", "mismatched_organization")
-    return principal
 
 
 def client_address(request: Request, state: State) -> str:
@@ -117,13 +130,19 @@ def client_address(request: Request, state: State) -> str:
 def is_metered(request: Request) -> bool:
     """Will this request hold quota, which checks that nothing about the key has changed? Then that is its one round
     trip to Redis."""
-    return request.method == "POST" and request.url.path in METERED
+    return request.method == "POST" and request.scope["path"] in METERED
 
 
 def renewal(request: Request) -> Callable[[], Awaitable[Principal]]:
-    """For Inference.stream: authenticates this request's key again, past every cache."""
-    state, key = state_of(request), bearer(request.headers.getlist("authorization"))
-    return lambda: state.keys.authenticate(key, act_as=request.headers.get(ACT_AS))
+    """For Inference.stream: lets this request in once more, past every cache: its key may have changed in any way."""
+
+    async def renew() -> Principal:
+        state, key = state_of(request), bearer(request.headers.getlist("authorization"))
+        principal = await _admitted(state, request, key, check_epoch=True)
+        _check_scope(principal, "inference")
+        return principal
+
+    return renew
 
 
 def bearer(values: list[str]) -> str:
@@ -137,6 +156,11 @@ def bearer(values: list[str]) -> str:
     if len(values) > 1 or scheme.lower() != "bearer" or not key.strip() or len(key) > 512:
         raise unauthorized("The Authorization header must be `Bearer YOUR_KEY`.", "invalid_api_key")
     return key.strip()
+
+
+def _check_scope(principal: Principal, scope: str) -> None:
+    if scope not in principal.scopes:
+        raise forbidden(f"This key lacks the scope `{scope}`.")
 
 
 class Requires:
@@ -158,8 +182,10 @@ class Requires:
             return caller
         if not isinstance(caller, Principal):
             raise forbidden("The admin key is for administration; use a tenant's key here.")
-        if self.scope != "tenant" and self.scope not in caller.scopes:
-            raise forbidden(f"This key lacks the scope `{self.scope}`.")
+        if self.scope == "inference" and self.scope not in caller.scopes and is_metered(request):
+            return await renewal(request)()  # what is known of the key may be out of date
+        if self.scope != "tenant":
+            _check_scope(caller, self.scope)
         return caller
 
 
@@ -199,5 +225,5 @@ def caller_of(request: Request) -> Caller:
 
 def state_of(request: Request) -> State:
     """What the lifespan built."""
-    state: State = request.state.chorus
+    state: State = request.scope["state"]["chorus"]
     return state

@@ -22,6 +22,8 @@ from gateway.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from gateway.acceptor import Tally
+
 EX_CONFIG = 78
 """Exit status of a child whose settings can't work: starting it again would not help (sysexits.h)."""
 BEAT_EVERY_S = 1
@@ -30,8 +32,8 @@ GARBAGE = 50_000
 
 
 class Job(BaseModel):
-    """What a child shall do. `listen_fd` is the shared listening socket, `admin_fd` that of
-    the admin port, `beat_fd` a pipe for signs of life."""
+    """What a child shall do. `listen_fd` is the shared listening socket, `admin_fd` that of the admin port, `beat_fd` a
+    pipe for signs of life, `tally_fd` what worker `number` (from 0) shares with the others: see acceptor.Tally."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,6 +42,8 @@ class Job(BaseModel):
     listen_fd: int = -1
     admin_fd: int = -1
     beat_fd: int = -1
+    tally_fd: int = -1
+    number: int = 0
 
 
 def set_up_logging(settings: Settings) -> None:
@@ -57,22 +61,26 @@ def run_engine(settings: Settings) -> None:
     run(settings.engine_config(), settings.engine_endpoints[0], settings.engine_key or None, settings.drain_s)
 
 
-def run_worker(settings: Settings, listen_fds: list[int], beat_fd: int) -> None:
+def run_worker(job: Job) -> None:
     """One gateway process on the shared listening sockets, until SIGTERM and the end of its streams."""
+    from gateway.acceptor import Tally
     from gateway.app import create_app
 
     async def beat() -> None:
-        os.write(beat_fd, b".")
+        os.write(job.beat_fd, b".")
 
-    serve(create_app(settings), settings, listen_fds, beat)
+    fds = [fd for fd in (job.listen_fd, job.admin_fd) if fd >= 0]
+    serve(create_app(job.settings), job.settings, fds, beat, Tally(job.tally_fd, job.number))
 
 
-def serve(app: FastAPI, settings: Settings, listen_fds: list[int], beat: Callable[[], Awaitable[None]]) -> None:
+def serve(
+    app: FastAPI, settings: Settings, listen_fds: list[int], beat: Callable[[], Awaitable[None]], tally: Tally
+) -> None:
     """As run_worker(), for any application. What was loaded until now lives as long as the process does: the garbage
     collector need not look at it again, which it would do every few hundred requests."""
     import uvicorn
 
-    from gateway.http_guard import GuardedProtocol
+    from gateway.http_guard import GuardedProtocol, SharingServer
 
     gc.collect()
     gc.freeze()
@@ -90,7 +98,7 @@ def serve(app: FastAPI, settings: Settings, listen_fds: list[int], beat: Callabl
         callback_notify=beat,
         timeout_notify=BEAT_EVERY_S,
     )
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd) for fd in listen_fds])
+    SharingServer(config, tally).run(sockets=[socket.socket(fileno=fd) for fd in listen_fds])
 
 
 def _end_with_parent(stdin: io.FileIO) -> None:
@@ -108,7 +116,7 @@ def main() -> None:
         if job.role == "engine":
             run_engine(job.settings)
         else:
-            run_worker(job.settings, [fd for fd in (job.listen_fd, job.admin_fd) if fd >= 0], job.beat_fd)
+            run_worker(job)
     except ConfigError as error:
         print(f"chorus: {error}", file=sys.stderr, flush=True)
         sys.exit(EX_CONFIG)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -18,6 +18,8 @@ from gateway.answer import Answer, Delta, Usage
 from gateway.errors import rate_headers
 from gateway.logprobs import Names, chat_logprobs, prompt_logprobs
 from gateway.sse import DONE, frame
+
+MARK = "text"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Writer(ABC):
     def __init__(self, answer: Answer, shape: Shape) -> None:
         self.answer = answer
         self.shape = shape
+        is_own = answer.tokenizer is not shape.names.tokenizer
+        self.names = replace(shape.names, tokenizer=answer.tokenizer) if is_own else shape.names
         self._finish: dict[int, dict[str, Any]] = {}
         self._text: defaultdict[int, list[str]] = defaultdict(list)
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
@@ -108,7 +112,7 @@ class Writer(ABC):
 
     def _prompt_logprobs_of(self, prompt: int) -> list[dict[str, dict[str, Any]] | None]:
         ids = self.answer.prompt_ids[prompt]
-        return prompt_logprobs(self.shape.names, ids, self._prompt_logprobs.get(prompt, [None] * len(ids)))
+        return prompt_logprobs(self.names, ids, self._prompt_logprobs.get(prompt, [None] * len(ids)))
 
 
 class ChatWriter(Writer):
@@ -121,6 +125,7 @@ class ChatWriter(Writer):
     def __init__(self, answer: Answer, shape: Shape) -> None:
         super().__init__(answer, shape)
         self._content: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def opening(self) -> bytes:
         """The role, once per choice, in the order of indices: SDKs index a list by it."""
@@ -137,13 +142,23 @@ class ChatWriter(Writer):
     def add(self, delta: Delta) -> bytes:
         data = b""
         if delta.text or delta.ids or (delta.tokens and self.shape.logprobs):
-            logprobs = None
             if self.shape.logprobs:
-                logprobs = {"content": chat_logprobs(self.shape.names, delta.tokens), "refusal": None}
-            data = self._delta(delta.choice, {"content": delta.text}, logprobs, ids=delta.ids)
+                logprobs = {"content": chat_logprobs(self.names, delta.tokens), "refusal": None}
+                data = self._delta(delta.choice, {"content": delta.text}, logprobs, ids=delta.ids)
+            elif delta.ids or self.shape.usage_always:
+                data = self._delta(delta.choice, {"content": delta.text}, ids=delta.ids)
+            else:
+                before, after = self._around.get(delta.choice) or self._make_around(delta.choice)
+                data = before + orjson.dumps(delta.text) + after
         if delta.finish is not None:
             data += self._delta(delta.choice, {}, None, delta)
         return data
+
+    def _make_around(self, choice: int) -> tuple[bytes, bytes]:
+        """What is the same in every frame with nothing but text, before and after the text."""
+        before, _, after = self._delta(choice, {"content": MARK}).rpartition(orjson.dumps(MARK))
+        self._around[choice] = before, after
+        return before, after
 
     def _delta(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, end: Delta | None = None,
@@ -160,7 +175,7 @@ class ChatWriter(Writer):
         self._text[delta.choice].append(delta.text)
         self._ids[delta.choice] += delta.ids
         if self.shape.logprobs:
-            self._content[delta.choice] += chat_logprobs(self.shape.names, delta.tokens)
+            self._content[delta.choice] += chat_logprobs(self.names, delta.tokens)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[0] = delta.prompt_logprobs
         if delta.finish is not None:

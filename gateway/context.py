@@ -10,20 +10,23 @@ import secrets
 import time
 from urllib.parse import quote
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.auth import CALLER
 from gateway.bodies import IGNORED
-from gateway.errors import to_api_error
+from gateway.errors import to_api_error, traced
 from gateway.state import State
 from tenants.keys import Principal
 
 log = logging.getLogger("chorus.gateway")
 REQUEST_ID = "chorus.request_id"
-OPENAI_VERSION = "2020-10-01"
+OPENAI_VERSION = b"2020-10-01"
 MAX_IGNORED = 1000
 CLIENT_ID = re.compile(r"[\x21-\x7e]{1,512}")
+
+
+class BrokenOff(Exception):
+    """An answer that had begun could not be ended."""
 
 
 class Context:
@@ -43,16 +46,16 @@ class Context:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                _add_headers(MutableHeaders(scope=message), scope, started)
+                message["headers"] = [*message["headers"], *_headers(scope, started)]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_headers)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged, without what it may quote
             answer = to_api_error(error)
             if status:
-                log.error("%s broke off after its answer had begun: %s", request_id, type(error).__name__)
-                raise
+                log.error("%s broke off after its answer had begun: %s", request_id, traced(error))
+                raise BrokenOff from None  # the server closes the connection, and logs what it gets
             await answer.response()(scope, receive, send_with_headers)
         except asyncio.CancelledError:
             status = status or 499
@@ -61,16 +64,20 @@ class Context:
             _record(scope, status, time.monotonic() - started)
 
 
-def _add_headers(headers: MutableHeaders, scope: Scope, started: float) -> None:
-    headers["x-request-id"] = scope[REQUEST_ID]
-    headers["openai-version"] = OPENAI_VERSION
-    headers["openai-processing-ms"] = str(round((time.monotonic() - started) * 1000))
+def _headers(scope: Scope, started: float) -> list[tuple[bytes, bytes]]:
+    """Those of every answer."""
+    milliseconds = round((time.monotonic() - started) * 1000)
+    headers = [
+        (b"x-request-id", scope[REQUEST_ID].encode()), (b"openai-version", OPENAI_VERSION),
+        (b"openai-processing-ms", b"%d" % milliseconds),
+    ]  # fmt: skip
     ignored = scope.get(IGNORED)
     if ignored:
-        headers["x-chorus-ignored"] = quote(", ".join(ignored)[:MAX_IGNORED], safe="[]., ")
+        headers.append((b"x-chorus-ignored", quote(", ".join(ignored)[:MAX_IGNORED], safe="[]., ").encode()))
     caller = scope.get(CALLER)
     if isinstance(caller, Principal):
-        headers["openai-organization"] = quote(caller.tenant_id)
+        headers.append((b"openai-organization", caller.tenant_id.encode()))
+    return headers
 
 
 def _record(scope: Scope, status: int, seconds: float) -> None:
@@ -79,6 +86,8 @@ def _record(scope: Scope, status: int, seconds: float) -> None:
     if state is not None:
         state.metrics.add("chorus_requests", route, str(status))
         state.metrics.observe("chorus_request_seconds", route, seconds=seconds)
+    if not log.isEnabledFor(logging.DEBUG):
+        return
     client_id = next((value for name, value in scope["headers"] if name == b"x-client-request-id"), b"")
     client = client_id.decode("latin-1")
     log.debug(

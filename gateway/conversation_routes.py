@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from gateway.auth import requires, state_of
 from gateway.bodies import body_as
-from gateway.conversations import Conversation
+from gateway.conversations import Conversation, Conversations
 from gateway.item_lists import After, Limit, Order, item_list
 from gateway.items import parse_items
 from gateway.openai import body_of
@@ -41,39 +41,40 @@ class NewItems(BaseModel):
     items: Annotated[list[Any], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
+def conversations_of(request: Request, principal: Principal) -> Conversations:
+    return state_of(request).conversations.of(principal)
+
+
 @router.post("", openapi_extra=body_of(NewConversation))
 async def create_conversation(request: Request, principal: Principal = TENANT) -> dict[str, Any]:
-    state = state_of(request)
     body = body_as(request, NewConversation)
     items = parse_items(body.items or [], "items")
-    return as_object(await state.conversations.create(principal.tenant_id, body.metadata or {}, items))
+    return as_object(await conversations_of(request, principal).create(body.metadata or {}, items))
 
 
 @router.get("/{conversation_id}")
 async def read_conversation(request: Request, conversation_id: str, principal: Principal = TENANT) -> dict[str, Any]:
-    return as_object(await state_of(request).conversations.get(principal.tenant_id, conversation_id))
+    return as_object(await conversations_of(request, principal).get(conversation_id))
 
 
 @router.post("/{conversation_id}", openapi_extra=body_of(ConversationChanges))
 async def update_conversation(request: Request, conversation_id: str, principal: Principal = TENANT) -> dict[str, Any]:
-    state = state_of(request)
     body = body_as(request, ConversationChanges)
-    found = await state.conversations.update(principal.tenant_id, conversation_id, body.metadata or {})
+    found = await conversations_of(request, principal).update(conversation_id, body.metadata or {})
     return as_object(found)
 
 
 @router.delete("/{conversation_id}")
 async def delete_conversation(request: Request, conversation_id: str, principal: Principal = TENANT) -> dict[str, Any]:
-    await state_of(request).conversations.delete(principal.tenant_id, conversation_id)
+    await conversations_of(request, principal).delete(conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
 @router.post("/{conversation_id}/items", openapi_extra=body_of(NewItems))
 async def add_items(request: Request, conversation_id: str, principal: Principal = TENANT) -> dict[str, Any]:
-    state = state_of(request)
     body = body_as(request, NewItems)
     items = parse_items(body.items, "items")
-    await state.conversations.append(principal.tenant_id, conversation_id, items)
+    await conversations_of(request, principal).append(conversation_id, items)
     return item_list(items, has_more=False)
 
 
@@ -86,8 +87,7 @@ async def list_items(
     after: After = None,
     principal: Principal = TENANT,
 ) -> dict[str, Any]:
-    store = state_of(request).conversations
-    page = await store.page(principal.tenant_id, conversation_id, limit=limit, order=order, after=after)
+    page = await conversations_of(request, principal).page(conversation_id, limit=limit, order=order, after=after)
     return item_list(page.items, page.has_more)
 
 
@@ -95,14 +95,14 @@ async def list_items(
 async def read_item(
     request: Request, conversation_id: str, item_id: str, principal: Principal = TENANT
 ) -> dict[str, Any]:
-    return await state_of(request).conversations.item(principal.tenant_id, conversation_id, item_id)
+    return await conversations_of(request, principal).item(conversation_id, item_id)
 
 
 @router.delete("/{conversation_id}/items/{item_id}")
 async def delete_item(
     request: Request, conversation_id: str, item_id: str, principal: Principal = TENANT
 ) -> dict[str, Any]:
-    found = await state_of(request).conversations.delete_item(principal.tenant_id, conversation_id, item_id)
+    found = await conversations_of(request, principal).delete_item(conversation_id, item_id)
     return as_object(found)
 
 

@@ -5,6 +5,9 @@
 `conv:<id>:order`  zset  item id → seq
 `conv:<id>:items`  hash  item id → JSON
 
+Scripts with a time to live (ARGV 1) get the tenant's epoch too (ARGV 2), as of which it holds. If the epoch has moved
+since, the tenant may have come to keep less: writers answer 'stale' and write nothing, readers renew no time to live.
+
 A turn holds the conversation by `turn`/`turn_until` inside the hash. The hold only makes losers fail early; that no
 turn is lost or mixed is ensured by COMMIT, which compares `seq` with what the turn has read.
 """
@@ -16,10 +19,15 @@ local function busy(conv)
   local held = redis.call('HMGET', conv, 'turn', 'turn_until')
   return held[1] and tonumber(held[2]) > now and held[1]
 end
-local function touch(conv, ttl)
-  redis.call('EXPIRE', conv, ttl)
-  redis.call('EXPIRE', conv .. ':order', ttl)
-  redis.call('EXPIRE', conv .. ':items', ttl)
+local function is_stale()
+  return redis.call('GET', string.match(KEYS[1], '^{.-}:') .. 'epoch') ~= ARGV[2]
+end
+local function renew(...)
+  if is_stale() then return end
+  for _, key in ipairs({...}) do redis.call('EXPIRE', key, ARGV[1]) end
+end
+local function touch(conv)
+  renew(conv, conv .. ':order', conv .. ':items')
 end
 local function append(conv, first)
   local seq = tonumber(redis.call('HGET', conv, 'seq'))
@@ -54,10 +62,11 @@ end
 CREATE = (
     CLOCK
     + """
--- KEYS conv; ARGV ttl, created_at, metadata, [item id, item]…
-redis.call('HSET', KEYS[1], 'created_at', ARGV[2], 'metadata', ARGV[3], 'seq', 0)
-append(KEYS[1], 4)
-touch(KEYS[1], ARGV[1])
+-- KEYS conv; ARGV ttl, epoch, created_at, metadata, [item id, item]…
+if is_stale() then return 'stale' end
+redis.call('HSET', KEYS[1], 'created_at', ARGV[3], 'metadata', ARGV[4], 'seq', 0)
+append(KEYS[1], 5)
+touch(KEYS[1])
 return 'ok'
 """
 )
@@ -65,11 +74,12 @@ return 'ok'
 APPEND = (
     CLOCK
     + """
--- KEYS conv; ARGV ttl, [item id, item]…
+-- KEYS conv; ARGV ttl, epoch, [item id, item]…
+if is_stale() then return 'stale' end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'missing' end
 if busy(KEYS[1]) then return 'busy' end
-append(KEYS[1], 2)
-touch(KEYS[1], ARGV[1])
+append(KEYS[1], 3)
+touch(KEYS[1])
 return 'ok'
 """
 )
@@ -77,10 +87,11 @@ return 'ok'
 UPDATE = (
     CLOCK
     + """
--- KEYS conv; ARGV ttl, metadata
-if redis.call('EXISTS', KEYS[1]) == 0 then return false end
-redis.call('HSET', KEYS[1], 'metadata', ARGV[2])
-touch(KEYS[1], ARGV[1])
+-- KEYS conv; ARGV ttl, epoch, metadata → when it was created, 'missing' or 'stale'
+if is_stale() then return 'stale' end
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'missing' end
+redis.call('HSET', KEYS[1], 'metadata', ARGV[3])
+touch(KEYS[1])
 return redis.call('HGET', KEYS[1], 'created_at')
 """
 )
@@ -112,18 +123,18 @@ return {'ok', row[1], row[2]}
 PAGE = (
     CLOCK
     + """
--- KEYS conv; ARGV ttl, limit, 'asc' or 'desc', after (or '') → {outcome, items, 1 if there are more}
+-- KEYS conv; ARGV ttl, epoch, limit, 'asc' or 'desc', after (or '') → {outcome, items, 1 if there are more}
 if redis.call('EXISTS', KEYS[1]) == 0 then return {'missing'} end
-touch(KEYS[1], ARGV[1])
+touch(KEYS[1])
 local order = KEYS[1] .. ':order'
 local start = false
-if ARGV[4] ~= '' then
-  start = redis.call('ZSCORE', order, ARGV[4])
+if ARGV[5] ~= '' then
+  start = redis.call('ZSCORE', order, ARGV[5])
   if not start then return {'no_item'} end
 end
 local ids
-local count = tonumber(ARGV[2]) + 1
-if ARGV[3] == 'asc' then
+local count = tonumber(ARGV[3]) + 1
+if ARGV[4] == 'asc' then
   ids = redis.call('ZRANGEBYSCORE', order, start and '(' .. start or '-inf', '+inf', 'LIMIT', 0, count)
 else
   ids = redis.call('ZREVRANGEBYSCORE', order, start and '(' .. start or '+inf', '-inf', 'LIMIT', 0, count)
@@ -141,16 +152,16 @@ return {'ok', redis.call('HMGET', KEYS[1] .. ':items', unpack(ids)), more}
 BEGIN = (
     CLOCK
     + """
--- KEYS conv; ARGV ttl, token, lease ms, max bytes → {outcome, seq, items newest first, 1 if some were left out}
+-- KEYS conv; ARGV ttl, epoch, token, lease ms, max bytes → {outcome, seq, items newest first, 1 if some were left out}
 if redis.call('EXISTS', KEYS[1]) == 0 then return {'missing'} end
 local holder = busy(KEYS[1])
-if holder and holder ~= ARGV[2] then return {'busy'} end
-redis.call('HSET', KEYS[1], 'turn', ARGV[2])
-hold(KEYS[1], ARGV[3])
-touch(KEYS[1], ARGV[1])
+if holder and holder ~= ARGV[3] then return {'busy'} end
+redis.call('HSET', KEYS[1], 'turn', ARGV[3])
+hold(KEYS[1], ARGV[4])
+touch(KEYS[1])
 local items = {}
 local seq = redis.call('HGET', KEYS[1], 'seq')
-local cut = collect(KEYS[1], '+inf', 0, tonumber(ARGV[4]), items)
+local cut = collect(KEYS[1], '+inf', 0, tonumber(ARGV[5]), items)
 return {'ok', tonumber(seq), items, cut and 1 or 0}
 """
 )
@@ -172,24 +183,25 @@ return 'ok'
 COMMIT = (
     CLOCK
     + """
--- KEYS resp, [conv]; ARGV ttl, token, seq that was read, n fields (0 = don't keep the response), [field, value]×n,
--- [item id, item]…
+-- KEYS resp, [conv]; ARGV ttl, epoch, token, seq that was read, n fields (0 = don't keep the response),
+-- [field, value]×n, [item id, item]…
+if is_stale() then return 'stale' end
 local fields = {}
-local n = tonumber(ARGV[4])
-for i = 5, 4 + 2 * n do fields[#fields + 1] = ARGV[i] end
+local n = tonumber(ARGV[5])
+for i = 6, 5 + 2 * n do fields[#fields + 1] = ARGV[i] end
 if KEYS[2] then
   local row = redis.call('HMGET', KEYS[2], 'seq', 'turn')
   if not row[1] then return 'missing' end
-  if redis.call('HEXISTS', KEYS[2] .. ':items', ARGV[5 + 2 * n]) == 1 then return 'ok' end  -- a repetition
+  if redis.call('HEXISTS', KEYS[2] .. ':items', ARGV[6 + 2 * n]) == 1 then return 'ok' end  -- a repetition
   local holder = busy(KEYS[2])
-  if row[1] ~= ARGV[3] or (holder and holder ~= ARGV[2]) then return 'lost' end
-  append(KEYS[2], 5 + 2 * n)
+  if row[1] ~= ARGV[4] or (holder and holder ~= ARGV[3]) then return 'lost' end
+  append(KEYS[2], 6 + 2 * n)
   redis.call('HDEL', KEYS[2], 'turn', 'turn_until')
-  touch(KEYS[2], ARGV[1])
+  touch(KEYS[2])
 end
 if n > 0 then
   redis.call('HSET', KEYS[1], unpack(fields))
-  redis.call('EXPIRE', KEYS[1], ARGV[1])
+  renew(KEYS[1])
 end
 return 'ok'
 """
@@ -198,28 +210,28 @@ return 'ok'
 CHAIN = (
     CLOCK
     + """
--- KEYS resp; ARGV ttl, tenant's key prefix, max bytes, max turns
+-- KEYS resp; ARGV ttl, epoch, tenant's key prefix, max bytes, max turns
 -- → {'ok', JSON lists newest first, 1 if some were left out, conversation items newest first} or {'missing', key}
-local key, bytes, max, lists = KEYS[1], 0, tonumber(ARGV[3]), {}
-local turns = tonumber(ARGV[4])
+local key, bytes, max, lists = KEYS[1], 0, tonumber(ARGV[4]), {}
+local turns = tonumber(ARGV[5])
 while true do
   local row = redis.call('HMGET', key, 'input', 'output', 'previous', 'conversation', 'before')
   if not row[1] then return {'missing', key} end
-  redis.call('EXPIRE', key, ARGV[1])
+  renew(key)
   bytes = bytes + #row[1] + #row[2]
   if bytes > max or #lists >= 2 * turns then return {'ok', lists, 1, {}} end
   lists[#lists + 1] = row[2]
   lists[#lists + 1] = row[1]
   if row[4] ~= '' then
-    local conv = ARGV[2] .. 'conv:' .. row[4]
+    local conv = ARGV[3] .. 'conv:' .. row[4]
     if redis.call('EXISTS', conv) == 0 then return {'missing', conv} end
-    touch(conv, ARGV[1])
+    touch(conv)
     local items = {}
     local cut = collect(conv, row[5], bytes, max, items)
     return {'ok', lists, cut and 1 or 0, items}
   end
   if row[3] == '' then return {'ok', lists, 0, {}} end
-  key = ARGV[2] .. 'resp:' .. row[3]
+  key = ARGV[3] .. 'resp:' .. row[3]
 end
 """
 )

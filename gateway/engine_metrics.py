@@ -13,7 +13,10 @@ from gateway.replicas import ReplicaSet
 
 CLASSES = ("interactive", "standard", "batch")
 CAUSES = ("row", "blocks", "adapter")
-STRUCTURED = ("adapters", "classes", "lanes", "preemptions", "failures", "arrivals")
+STRUCTURED = (
+    "adapters", "classes", "lanes", "preemptions", "failures", "arrivals", "kv_tiers", "resumed", "speeds",
+)  # fmt: skip
+TIER_COUNTERS = ("hits", "stores", "evictions", "faults")
 
 Sample = tuple[tuple[str, ...], float]
 
@@ -42,6 +45,7 @@ def _running(stats: Stats) -> Iterator[Sample]:
     for one in stats.classes:
         yield (CLASSES[one.priority], "running"), one.running
         yield (CLASSES[one.priority], "paused"), one.paused
+        yield (CLASSES[one.priority], "swapped"), one.swapped
 
 
 def _waiting(stats: Stats) -> Iterator[Sample]:
@@ -54,6 +58,26 @@ def _blocks(stats: Stats) -> Iterator[Sample]:
     yield ("device", "used"), stats.blocks_used
     yield ("device", "cached"), stats.blocks_cached
     yield ("device", "free"), stats.blocks_total - stats.blocks_used - stats.blocks_cached
+    for tier in stats.kv_tiers:
+        yield (tier.tier, "cached"), tier.blocks
+
+
+def _tier_bytes(stats: Stats) -> Iterator[Sample]:
+    for tier in stats.kv_tiers:
+        yield (tier.tier, "used"), tier.bytes_used
+        yield (tier.tier, "total"), tier.bytes_total
+
+
+def _tier_events(stats: Stats) -> Iterator[Sample]:
+    return (((tier.tier, name), getattr(tier, name)) for tier in stats.kv_tiers for name in TIER_COUNTERS)
+
+
+def _resumed(stats: Stats) -> Iterator[Sample]:
+    return (((how,), number) for how, number in stats.resumed.items())
+
+
+def _speeds(stats: Stats) -> Iterator[Sample]:
+    return (((of,), number) for of, number in stats.speeds.items())
 
 
 def _preemptions(stats: Stats) -> Iterator[Sample]:
@@ -74,9 +98,18 @@ def _adapters(stats: Stats) -> Iterator[Sample]:
 
 
 _FAMILIES = (
-    ("sequences", "sequences that hold memory, by class", ("class", "state"), _running),
+    ("sequences", "sequences that run, or have run and can't now, by class", ("class", "state"), _running),
     ("waiting_for", "waiting sequences, by class and by what they wait for", ("class", "cause"), _waiting),
     ("blocks", "KV blocks, by tier and state", ("tier", "state"), _blocks),
+    ("kv_tier_bytes", "bytes of KV blocks that left the device", ("tier", "state"), _tier_bytes),
+    (
+        "kv_tier_blocks_total",
+        "KV blocks given, taken, forgotten and lost by host and disk",
+        ("tier", "event"),
+        _tier_events,
+    ),
+    ("resumed_total", "sequences that gave up their KV blocks and run again, by how", ("how",), _resumed),
+    ("kv_speed", "bytes or tokens per second by which swap or recompute is chosen", ("of",), _speeds),
     ("preemptions_by_kind_total", "rows (pause) or memory (blocks, adapter) given up", ("kind",), _preemptions),
     ("failures_total", "requests refused or failed, by code", ("code",), _failures),
     ("requests_total", "requests taken, by where their adapter lay", ("tier",), _arrivals),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,24 +19,35 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from adapters.registry import AdapterNotFound, NameTaken, RegistryError, VersionConflict
+from adapters.quota import AdapterQuotaExceeded
+from adapters.records import (
+    AdapterNotFound,
+    BaseMismatch,
+    NameTaken,
+    NoEarlierVersion,
+    RegistryError,
+    VersionConflict,
+    VersionInUse,
+)
 from adapters.spec import AdapterError, AdapterMissing, AdapterTooLarge
+from adapters.storage import StorageError
 from engine.params import ParamsError
 from engine.protocol import EngineError, Unavailable
 from engine.text import PromptError, TextError
-from gateway.conversations import ConversationBusy, NotStored, TurnLost
+from gateway.conversations import ConversationBusy, NotKept, NotStored, TurnLost
 from gateway.items import ItemError
-from gateway.models import ModelNotFound
+from gateway.models import AdapterMismatch, ModelNotFound
 from gateway.upload import UploadError, UploadTooLarge, UploadTooSlow
 from tenants.admin_keys import AdminKeyNotFound, LastAdminKey
 from tenants.db import StateUnavailable
 from tenants.directory import TenantExists, TenantNotFound
-from tenants.keys import InvalidKey, KeyExists, KeyNotFound, TenantSuspended
+from tenants.keys import InvalidKey, KeyExists, KeyNotFound, MayNotGrant, TenantSuspended
 from tenants.limits import InvalidSettings
 from tenants.plans import PlanExists, PlanInUse, PlanNotFound
 from tenants.quotas import QuotaExceeded, Stale, Window
 
 log = logging.getLogger("chorus.gateway")
+MAX_SDK_WAIT_S = 60.0
 MAX_MESSAGE = 1000
 """Characters of a message: whatever a client sent and we quote, an error body stays small."""
 
@@ -72,8 +84,9 @@ def not_found(what: str, param: str | None = None, code: str = "not_found") -> A
     return ApiError(404, what, code=code, param=param)
 
 
-def conflict(message: str, param: str | None = None) -> ApiError:
-    return ApiError(409, message, code="conflict", param=param, headers={"x-should-retry": "false"})
+def conflict(message: str, param: str | None = None, code: str = "conflict") -> ApiError:
+    """Not to be tried again as it is, which clients would do with any other 409."""
+    return ApiError(409, message, code=code, param=param, headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, code: str = "service_unavailable", retry_after_s: float | None = None) -> ApiError:
@@ -85,8 +98,10 @@ def too_large(limit: int) -> ApiError:
 
 
 def retry_headers(seconds: float) -> dict[str, str]:
-    """Retry-After is an integer of at least 1; retry-after-ms, which the SDK reads first, is exact."""
-    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
+    """Retry-After is an integer of at least 1; retry-after-ms, which the SDK reads first, is exact. A long wait is not
+    left to SDKs: they would give up at once, or (1.x) take it for none and come again in a moment."""
+    wait = {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
+    return wait | {"x-should-retry": "false"} if seconds > MAX_SDK_WAIT_S else wait
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -94,8 +109,20 @@ def to_api_error(error: BaseException) -> ApiError:
     for kind, convert in _TABLE:
         if isinstance(error, kind):
             return convert(error)
-    log.error("unexpected %s", type(error).__name__, exc_info=error)
+    log.error("unexpected %s", traced(error))
     return ApiError(500, "The server had an error while processing your request.", "server_error")
+
+
+def traced(error: BaseException) -> str:
+    """What it was and where, as the log may know it: without its message, which may quote a prompt or an answer."""
+    lines: list[str] = []
+    found: BaseException | None = error
+    while found is not None:
+        frames = traceback.extract_tb(found.__traceback__)
+        lines.append(type(found).__name__)
+        lines += [f"  {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+        found = found.__cause__ or found.__context__
+    return "\n".join(lines)
 
 
 _ENGINE: dict[str, tuple[int, str, str | None]] = {
@@ -125,6 +152,11 @@ def _from_model(error: ModelNotFound) -> ApiError:
     shown = error.name if len(error.name) <= 100 else error.name[:99] + "…"
     message = f"The model `{shown}` does not exist or you do not have access to it."
     return ApiError(404, message, code="model_not_found", param="model")
+
+
+def _from_mismatch(error: AdapterMismatch) -> ApiError:
+    message = f"The adapter `{error.name}` was made for another base model than is served now. Upload it again."
+    return conflict(message, "model", "base_mismatch")
 
 
 def _from_quota(error: QuotaExceeded) -> ApiError:
@@ -178,12 +210,27 @@ def _from_adapter(error: AdapterError) -> ApiError:
     return ApiError(413 if is_large else 422, error.message, code=error.code, param=error.param)
 
 
+def _from_bucket(error: StorageError) -> ApiError:
+    log.warning("the storage of adapters failed: %s", error)
+    return unavailable("The storage of adapters is temporarily unavailable, please try again.", "storage_unavailable")
+
+
 def _from_registry(error: RegistryError) -> ApiError:
     if isinstance(error, NameTaken | VersionConflict):
         return conflict(error.message, error.param)
+    if isinstance(error, BaseMismatch | NoEarlierVersion | VersionInUse):
+        return conflict(error.message, error.param, error.code)
     return ApiError(
         404 if isinstance(error, AdapterNotFound) else 400, error.message, code=error.code, param=error.param
     )
+
+
+def _from_adapter_quota(error: AdapterQuotaExceeded) -> ApiError:
+    message = (
+        f"Your quota of {'bytes of adapters' if error.dimension == 'bytes' else 'adapters'} is used up: "
+        f"Limit {error.limit}, Used {error.used}, Requested {error.requested}. Delete versions or adapters first."
+    )
+    return ApiError(403, message, "insufficient_quota", "adapter_quota_exceeded")
 
 
 def _from_upload(error: UploadError) -> ApiError:
@@ -240,7 +287,13 @@ def json_path(location: tuple[int | str, ...]) -> str:
     return path
 
 
-_UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict", "constrained"})
+_UNION_MEMBERS = frozenset(
+    {"str", "int", "float", "bool", "list", "dict", "constrained", "TextPart", "RefusalPart", "ConversationRef"}
+)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _sendable(text: str | None) -> str | None:
@@ -255,6 +308,7 @@ _TABLE: list[tuple[type[BaseException], Callable[[Any], ApiError]]] = [
     (TextError, lambda error: ApiError(500, error.message, "server_error")),
     (EngineError, _from_engine),
     (ModelNotFound, _from_model),
+    (AdapterMismatch, _from_mismatch),
     (QuotaExceeded, _from_quota),
     (Stale, lambda _: unavailable("The tenant is being changed, please try again.")),
     (InvalidKey, lambda _: unauthorized("Incorrect API key provided.", "invalid_api_key")),
@@ -262,6 +316,7 @@ _TABLE: list[tuple[type[BaseException], Callable[[Any], ApiError]]] = [
     (TenantNotFound, lambda error: not_found(str(error), code="tenant_not_found")),
     (KeyNotFound, lambda error: not_found(str(error), code="key_not_found")),
     (AdminKeyNotFound, lambda error: not_found(str(error), code="key_not_found")),
+    (MayNotGrant, lambda error: ApiError(403, _sentence(str(error)), code="insufficient_permissions")),
     (KeyExists, lambda error: conflict(str(error), "sha256")),
     (LastAdminKey, lambda error: conflict(str(error))),
     (PlanNotFound, lambda error: not_found(str(error), code="plan_not_found")),
@@ -270,11 +325,14 @@ _TABLE: list[tuple[type[BaseException], Callable[[Any], ApiError]]] = [
     (PlanInUse, lambda error: conflict(str(error))),
     (InvalidSettings, lambda error: bad_request(str(error), error.param)),
     (AdapterError, _from_adapter),
+    (StorageError, _from_bucket),
     (RegistryError, _from_registry),
+    (AdapterQuotaExceeded, _from_adapter_quota),
     (UploadError, _from_upload),
     (ItemError, lambda error: bad_request(f"Invalid '{error.param}': {error.message}.", error.param, error.code)),
     (NotStored, _from_storage),
     (ConversationBusy, _from_busy),
+    (NotKept, lambda error: bad_request(error.message, None, error.code)),
     (TurnLost, lambda error: ApiError(409, error.message, code=error.code, headers={"x-should-retry": "false"})),
     (StateUnavailable, _from_state),
     (ValidationError, _from_validation),

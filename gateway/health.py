@@ -1,4 +1,4 @@
-"""/livez, /readyz, /health for those who watch, without a key; /metrics with the admin key."""
+"""/livez, /readyz, /health for those who watch, without a key, by GET or HEAD; /metrics with the admin key."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ router = APIRouter(tags=["health"])
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@router.head("/livez", include_in_schema=False)
 @router.get("/livez")
 async def livez() -> dict[str, str]:
     """This process answers."""
     return {"status": "ok"}
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz")
 async def readyz(request: Request) -> JSONResponse:
     """200 when a request would be served now: engine, database and Redis answer. Else 503, saying which does not."""
@@ -36,6 +38,7 @@ async def readyz(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if is_ready else 503)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
     """As vLLM's: 200 while the engine answers."""

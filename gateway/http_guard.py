@@ -1,13 +1,21 @@
 """GuardedProtocol: uvicorn's HTTP/1.1, with a bound on the size of a request's head and on the time that it may take,
-and OpenAI's error shape where no application is reached yet. Knows no route."""
+and OpenAI's error shape where no application is reached yet. SharingServer: uvicorn, one of several workers on the same
+sockets. Knows no route."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import socket
+from typing import Any, cast
 
 import orjson
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.acceptor import Acceptor, Connections, Tally
+from gateway.bodies import WHOLE
+from gateway.cork import Corked
+from gateway.sse import GONE
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_S = 15.0
@@ -24,37 +32,53 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._is_head = False
         self._is_refused = False
+        self._gone: asyncio.Future[None] = self.loop.create_future()
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._is_head and self._timer is None and not self._is_refused:
+            self._timer = self.loop.call_later(HEAD_S, self._too_slow)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(Corked(transport, self.loop))  # type: ignore[arg-type]
         self._timer = self.loop.call_later(HEAD_S, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if not self._gone.done():
+            self._gone.set_result(None)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
-        if self._timer is None:
-            self._timer = self.loop.call_later(HEAD_S, self._too_slow)
+        self._is_head = True
         super().on_message_begin()
+        cast("dict[str, Any]", self.scope)[GONE] = self._gone
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("too large")
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("too large")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._is_head = False
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        cast("dict[str, Any]", self.scope)[WHOLE] = True
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to whatever its parser does not accept, which is also what _count() raises."""
@@ -63,11 +87,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(431, "The request's headers are too large.", "header_fields_too_large")
         else:
             self._refuse(400, "This is not an HTTP/1.1 request.", None)
-
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError("too large")
 
     def _too_slow(self) -> None:
         self._timer = None
@@ -87,3 +106,27 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class SharingServer(uvicorn.Server):
+    """As its base, but that connections are spread evenly over the workers of one tally."""
+
+    def __init__(self, config: uvicorn.Config, tally: Tally) -> None:
+        super().__init__(config)
+        self._tally = tally
+        self._connections = self.server_state.connections = Connections(tally)
+        self._acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._acceptors = [
+            Acceptor(listener, self._protocol, self._tally, self._connections) for listener in sockets or ()
+        ]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets=sockets)
+
+    def _protocol(self) -> GuardedProtocol:
+        return GuardedProtocol(self.config, self.server_state, self.lifespan.state)

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.params import SamplingParams
 from engine.protocol import Generate, Ready
 from engine.text import Tokenizer
 from gateway.answer import Answer, Ask
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
+from gateway.profiles import Profiles
 from gateway.prompts import PromptEncoder, too_long
 from gateway.replicas import ReplicaSet
 from tenants.db import StateUnavailable
+from tenants.owners import owner_of
 from tenants.quotas import Hold, Quotas, Stale
 from tenants.usage import UsageRecord
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 Renew = Callable[[], "Awaitable[Principal]"]
 """Authenticates again, so that nothing cached decides; raises when the key is no longer good."""
+Renewed = Callable[[], "Awaitable[tuple[Principal, Model]]"]
 UNLIMITED_ESTIMATE = 512
 """Tokens reserved per choice when the client set no max_tokens, and added whenever they are nearly used."""
 
@@ -40,10 +44,11 @@ class Inference:
 
     def __init__(
         self, *, models: ModelTable, replicas: ReplicaSet, quotas: Quotas, metrics: Metrics, encoder: PromptEncoder,
-        timeout_s: float,
+        profiles: Profiles, timeout_s: float,
     ) -> None:  # fmt: skip
         self.models = models
         self.encoder = encoder
+        self.profiles = profiles
         self._replicas = replicas
         self._quotas = quotas
         self._metrics = metrics
@@ -54,21 +59,36 @@ class Inference:
     def tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer
 
-    async def stream(self, principal: Principal, ask: Ask, renew: Renew) -> Answer:
+    async def dressed(self, principal: Principal, asked: Ask, renew: Renew) -> tuple[Ask, int]:
+        """As stream() would ask it, with the model's own system prompt, template and tokenizer; and how many tokens it
+        adds to the vocabulary. Raises as stream()."""
+        _, found = await self.models.resolve(principal, asked.model, renew)
+        model = found.chosen(asked.whose)
+        num_added = model.adapter.num_added if model.adapter else 0
+        return self.profiles.dress(asked, await self.profiles.of(model)), num_added
+
+    async def stream(self, principal: Principal, asked: Ask, renew: Renew) -> Answer:
         """An answer that an engine has accepted; the caller closes it, always. Everything that can be refused is
         refused here, before anything is charged.
 
-        Raises ModelNotFound, PromptError, ParamsError, QuotaExceeded, EngineError, StateUnavailable, and what `renew`
-        raises. Cancelling it leaves nothing behind.
+        Raises ModelNotFound, AdapterMismatch, PromptError, ParamsError, QuotaExceeded, EngineError, StateUnavailable,
+        and what `renew` raises. Cancelling it leaves nothing behind.
         """
+        principal, found = await self.models.resolve(principal, asked.model, renew)
+        return await self.begin(principal, found, asked, lambda: self.models.renewed(asked.model, renew))
+
+    async def begin(self, principal: Principal, found: Model, asked: Ask, renewed: Renewed) -> Answer:
+        """The same, when it is known whom the name means: `renewed` finds that out again when it may have changed."""
         started = time.monotonic()
-        principal, model = await self.models.resolve(principal, ask.model, renew)
         ready = self._replicas.ready()
-        ask.params.check_vocabulary(ready.vocab_size)
-        prompts = await self.encoder.encode(ask.prompts, ask.param, ready, ask.truncation)
-        outputs = [_output_tokens(ask, len(ids), ready) for ids in prompts]
         attempt = secrets.token_hex(16)
         for is_last_try in (False, True):
+            model = found.chosen(asked.whose)
+            ask = self.profiles.dress(asked, await self.profiles.of(model))
+            own = with_vocabulary(ready, model)
+            ask.params.check_vocabulary(own.vocab_size)
+            prompts = await self.encoder.encode(ask.prompts, ask.param, own, ask.truncation)
+            outputs = [_output_tokens(ask, len(ids), ready) for ids in prompts]
             record = _record(attempt, principal, model, ask, prompts)
             reserved = record.prompt_tokens + ask.params.n * sum(min(n, _estimate(ask, n)) for n in outputs)
             ceiling = record.prompt_tokens + ask.params.n * sum(outputs)
@@ -78,7 +98,7 @@ class Inference:
             except Stale:
                 if is_last_try:
                     raise
-                principal, model = await self.models.renewed(ask.model, renew)
+                principal, found = await renewed()
         for gate in hold.exceeded:
             self._metrics.add("chorus_limits_let_through", gate.scope, gate.name, gate.mode)
         answer = Answer(self, ask, model, hold, record, started)
@@ -97,13 +117,15 @@ class Inference:
             Generate(
                 id=attempt if len(prompts) == 1 else f"{attempt}-{i}",
                 prompt=ids,
-                params=msgspec.structs.replace(ask.params, max_tokens=output),
+                params=_bounded(ask.params, output),
                 adapter=model.adapter,
                 lane=principal.tenant_id,
                 weight=principal.lane_weight,
                 priority=principal.priority,
                 cache_salt=_salt(principal, ask),
+                owner=owner_of(principal.cache_salt, principal.retention_s, time.time()),
                 timeout_s=self._timeout_s,
+                ephemeral=principal.retention_s == 0,
             )
             for i, (ids, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
@@ -124,14 +146,14 @@ class Inference:
 
         return self.finish(top_up())
 
-    async def settle(self, hold: Hold, record: UsageRecord) -> None:
-        """One entry in the ledger; the same numbers in the metrics."""
-        await self._quotas.settle(hold, record)
+    def settle(self, hold: Hold, record: UsageRecord) -> asyncio.Future[None]:
+        """One entry in the ledger; the same numbers in the metrics. It is on its way, whoever waits for it."""
         self._metrics.add("chorus_attempts", record.status)
         for kind in ("prompt", "cached", "completion"):
             self._metrics.add("chorus_tokens", kind, value=getattr(record, f"{kind}_tokens"))
         if record.first_token_s is not None:
             self._metrics.observe("chorus_first_token_seconds", seconds=record.first_token_s)
+        return self._quotas.settling(hold, record)
 
     async def close(self) -> None:
         """Waits for the settlements under way."""
@@ -140,10 +162,22 @@ class Inference:
         self.encoder.close()
 
 
+def _bounded(params: SamplingParams, output: int) -> SamplingParams:
+    return params if params.max_tokens == output else msgspec.structs.replace(params, max_tokens=output)
+
+
+def with_vocabulary(ready: Ready, model: Model) -> Ready:
+    """As the model sees it: with the tokens that its adapter adds."""
+    num_added = model.adapter.num_added if model.adapter else 0
+    return msgspec.structs.replace(ready, vocab_size=ready.vocab_size + num_added) if num_added else ready
+
+
 def _output_tokens(ask: Ask, num_prompt: int, ready: Ready) -> int:
     """How many tokens each choice may produce. Raises PromptTooLong when more are asked for than fit."""
     room = ready.max_model_len - num_prompt
     asked = ask.params.max_tokens
+    if asked is not None and asked > room and ask.is_limit_soft:
+        return room
     if asked is not None and asked > room:
         wanted = f"{num_prompt + asked} tokens ({num_prompt} in the prompt, {asked} of output)"
         raise too_long(ready.max_model_len, wanted, ask.param)

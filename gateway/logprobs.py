@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.protocol import TokenLogprobs
-from engine.text import TextToken, Tokenizer
+from engine.text import Tokenizer
+from engine.text_stream import TextToken
 
 VERY_UNLIKELY = -9999.0
 """OpenAI's number for −∞, which JSON does not have."""

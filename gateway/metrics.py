@@ -3,7 +3,6 @@ loses nothing that was flushed; gauges straight from the engines. Exposed in Pro
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from bisect import bisect_left
@@ -19,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from gateway import engine_metrics
 from gateway.replicas import ReplicaSet
 from tenants.db import StateUnavailable
+from tenants.periodic import Periodic
 from tenants.state import Client
 
 KEY = "chorus:metrics"
@@ -43,17 +43,21 @@ FAMILIES = {
     "chorus_limits_let_through": Family(
         "requests above a limit that only counts (soft) or only watches (shadow)", ("scope", "limit", "mode")
     ),
+    "chorus_source_adapters": Family(
+        "adapters of watched sources: taken, failed (once per content), removed", ("outcome",)
+    ),
+    "chorus_source_looks": Family("looks at watched sources: ok, error", ("outcome",)),
     "chorus_attempts": Family("finished attempts at an engine", ("status",)),
 }
 
 
-class Metrics:
+class Metrics(Periodic):
     """One worker's counters. `async with metrics:` flushes them every second."""
 
     def __init__(self, redis: Client) -> None:
+        super().__init__(self.flush, FLUSH_S)
         self._redis = redis
         self._new: defaultdict[str, float] = defaultdict(float)
-        self._task: asyncio.Task[None] | None = None
 
     def add(self, name: str, *labels: str, value: float = 1.0) -> None:
         """Count `value` in FAMILIES[name]."""
@@ -93,24 +97,12 @@ class Metrics:
         registry.register(_Collector(totals, is_up, replicas))
         return generate_latest(registry)
 
-    async def __aenter__(self) -> Metrics:
-        self._task = asyncio.create_task(self._run())
-        return self
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await super().__aexit__(kind, error, trace)
         with contextlib.suppress(StateUnavailable):
             await self.flush()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            with contextlib.suppress(StateUnavailable):
-                await self.flush()
 
 
 @lru_cache(4096)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.params import SamplingParams
 from gateway.answer import Answer, Ask
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
@@ -81,7 +82,7 @@ async def completions(request: Request, principal: Principal = Tenant) -> Respon
 def _ask(request: Request, body: Generation, prompts: list[Prompt], **values: Any) -> Ask:
     return Ask(
         model=body.model, prompts=prompts, request_id=request.scope.get("chorus.request_id", ""),
-        user=body.user or "", tags=body.metadata, cache_salt=body.cache_salt or "",
+        user=body.user or "", tags=body.metadata, cache_salt=body.cache_salt or "", given=body.given,
         truncation=_truncation(body), token_ids=bool(body.return_token_ids), **values,
     )  # fmt: skip
 
@@ -120,16 +121,18 @@ async def _plain(
 ) -> Response:
     async with await state.inference.stream(principal, ask, renewal(request)) as answer:
         writer = kind(answer, shape)
-        async for delta in answer:
-            writer.collect(delta)
+        answer.is_whole = True
+        async for deltas in answer:
+            for delta in deltas:
+                writer.collect(delta)
     return Response(writer.whole(), headers=answer_headers(answer), media_type="application/json")
 
 
 async def _frames(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
     """Settled before the end is told: who sees [DONE] has a free place for the next request."""
     yield writer.opening()
-    async for delta in answer:
-        data = writer.add(delta)
+    async for deltas in answer:
+        data = b"".join([writer.add(delta) for delta in deltas])
         if data:
             yield data
     await answer.aclose()
@@ -165,7 +168,6 @@ async def tokenize(request: Request, principal: Principal = Tenant) -> dict[str,
     """The ids of a prompt or of messages, exactly as inference would read them."""
     body = body_as(request, TokenizeRequest)
     state = state_of(request)
-    await _check_model(request, principal, body.model)
     if body.messages is not None:
         prompt: Chat | Text = Chat(
             messages=[message.for_template(index) for index, message in enumerate(body.messages)],
@@ -176,8 +178,11 @@ async def tokenize(request: Request, principal: Principal = Tenant) -> dict[str,
         )
     else:
         prompt = Text(body.prompt or "", body.add_special_tokens is not False)
-    ids = await state.inference.encoder.ids(prompt)
-    names = Names(state.tokenizer)
+    dressed, _ = await _dressed(request, principal, body.model, [prompt])
+    (found,) = dressed.prompts
+    assert isinstance(found, (Chat, Text))
+    ids = await state.inference.encoder.ids(found)
+    names = Names(dressed.tokenizer or state.tokenizer)
     return {
         "count": len(ids), "max_model_len": state.inference.models.max_model_len, "tokens": ids,
         "token_strs": [names.in_chat(token) for token in ids] if body.return_token_strs else None,
@@ -189,18 +194,21 @@ async def detokenize(request: Request, principal: Principal = Tenant) -> dict[st
     """The text of ids, control tokens included."""
     body = body_as(request, DetokenizeRequest)
     state = state_of(request)
-    await _check_model(request, principal, body.model)
-    if not all(0 <= token < state.shape.vocab_size for token in body.tokens):
-        raise bad_request(f"Token ids must be in [0, {state.shape.vocab_size}).", "tokens")
+    dressed, num_added = await _dressed(request, principal, body.model, [])
+    vocab_size = state.shape.vocab_size + num_added
+    if not all(0 <= token < vocab_size for token in body.tokens):
+        raise bad_request(f"Token ids must be in [0, {vocab_size}).", "tokens")
+    tokenizer = dressed.tokenizer or state.tokenizer
     text = await state.inference.encoder.offload(
-        len(body.tokens), lambda: state.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
     )
     return {"prompt": text}
 
 
-async def _check_model(request: Request, principal: Principal, name: str | None) -> None:
-    if name is not None:
-        await state_of(request).inference.models.resolve(principal, name, renewal(request))
+async def _dressed(request: Request, principal: Principal, name: str | None, prompts: list[Prompt]) -> tuple[Ask, int]:
+    """As the model of this name would be asked (None = the base), and how many tokens it adds to the vocabulary."""
+    ask = Ask(model=name or "", prompts=prompts, params=SamplingParams())
+    return (ask, 0) if name is None else await state_of(request).inference.dressed(principal, ask, renewal(request))
 
 
 @router.get("/version")

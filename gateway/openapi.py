@@ -3,9 +3,13 @@ statuses that can come, where a key is needed, and what is no JSON."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from starlette.applications import Starlette
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from gateway.auth import METERED, PUBLIC
 
@@ -32,7 +36,18 @@ EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 class Gateway(FastAPI):
-    """Nothing but the document differs."""
+    """Its document is ours, and our layers are the outermost: they answer faults and bound bodies themselves, so those
+    that FastAPI puts around them would only cost."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Starlette.__call__(self, scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        handlers = cast("dict[Any, ExceptionHandler]", self.exception_handlers)
+        app: ASGIApp = ExceptionMiddleware(AsyncExitStackMiddleware(self.router), handlers=handlers)
+        for layer, args, options in reversed(self.user_middleware):
+            app = layer(app, *args, **options)
+        return app
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -85,8 +100,10 @@ def _describe_public(path: str, responses: dict[str, Any]) -> None:
 def statuses(path: str, method: str) -> list[int]:
     """Of the errors that this operation can answer with."""
     found = {400, 401, 403, 404, 500, 503}
+    if method != "get" or path == "/v1/models/{model}":
+        found |= {409}
     if method != "get":
-        found |= {408, 409, 413}
+        found |= {408, 413}
     if path in METERED:
         found |= {429, 504}
     if "adapters" in path and method != "get":

@@ -3,19 +3,15 @@ engine again and again: an engine that restarts, a new version and a deleted nam
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import logging
-from types import TracebackType
 
-from adapters.registry import Adapter, AdapterNotFound, AdapterRegistry
+from adapters.records import Adapter, AdapterNotFound
+from adapters.registry import AdapterRegistry
 from adapters.spec import AdapterRef
 from gateway.replicas import ReplicaSet
-from tenants.db import StateUnavailable
+from tenants.periodic import Periodic
 from tenants.state import Client
 
-log = logging.getLogger("chorus.gateway")
 KEY = "chorus:pins"
 """Hash of [tenant, name] → bytes in the engine."""
 SYNC_S = 2.0
@@ -36,15 +32,15 @@ class PinsFull(Exception):
     """Pinned adapters would take memory that others need to be loaded at all."""
 
 
-class Pins:
+class Pins(Periodic):
     """`async with pins:` tells the engines every SYNC_S."""
 
     def __init__(self, redis: Client, registry: AdapterRegistry, replicas: ReplicaSet) -> None:
+        super().__init__(self.sync, SYNC_S)
         self._redis = redis
         self._registry = registry
         self._replicas = replicas
         self._add = redis.register_script(_ADD)
-        self._task: asyncio.Task[None] | None = None
 
     async def add(self, adapter: Adapter) -> None:
         """Pins its current version, and whatever version will be current. Raises PinsFull or Unavailable."""
@@ -71,23 +67,6 @@ class Pins:
             except AdapterNotFound:
                 await self._redis.hdel(KEY, field)
         await self._replicas.keep(refs)
-
-    async def __aenter__(self) -> Pins:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(SYNC_S)
-            with contextlib.suppress(StateUnavailable):
-                await self.sync()
 
 
 def _field(tenant_id: str, name: str) -> str:

@@ -47,6 +47,13 @@ class ReplicaSet:
                 with suppress(Unavailable):
                     await engine.keep(adapters)
 
+    async def keep_owners(self, owners: list[bytes]) -> None:
+        """Every engine that answers is to forget the KV blocks of all others."""
+        for engine in self.engines:
+            if engine.ready is not None:
+                with suppress(Unavailable):
+                    await engine.keep_owners(owners)
+
 
 def _has(engine: Engine, adapter: AdapterRef | None) -> bool:
     if adapter is None or engine.stats is None:

@@ -14,6 +14,12 @@ from engine.params import SamplingParams
 from gateway.conversations import new_id
 from gateway.errors import ApiError, bad_request
 
+SAMPLING = (
+    "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "include_stop_str_in_output",
+    "skip_special_tokens",
+)  # fmt: skip
+"""Fields that SamplingParams has under the same name."""
 LOGPROBS = "message.output_text.logprobs"
 
 Metadata = Annotated[
@@ -107,15 +113,16 @@ class NewResponse(_Body):
 
     def params(self) -> SamplingParams:
         """Raises ParamsError, naming the field as this API calls it."""
-        names = (
-            "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
-            "repetition_penalty", "presence_penalty", "frequency_penalty", "include_stop_str_in_output",
-            "skip_special_tokens",
-        )  # fmt: skip
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
         bias = _token_bias(self.logit_bias or {}) or None
         return SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs, logit_bias=bias)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Sampling parameters that the client set."""
+        given = frozenset(name for name in SAMPLING if getattr(self, name) is not None)
+        return given if self.max_output_tokens is None else given | {"max_tokens"}
 
     @property
     def conversation_id(self) -> str | None:
@@ -178,7 +185,7 @@ def _asks(value: Any) -> bool:
     return any(part is not None for part in value.values()) if isinstance(value, dict) else value is not None
 
 
-def response_object(body: NewResponse) -> dict[str, Any]:
+def response_object(body: NewResponse, is_stored: bool) -> dict[str, Any]:
     """The response as it is before its first token."""
     conversation = body.conversation_id
     return {
@@ -203,7 +210,7 @@ def response_object(body: NewResponse) -> dict[str, Any]:
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": body.is_stored,
+        "store": is_stored,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",

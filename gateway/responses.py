@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.params import SamplingParams
 from gateway.answer import Answer, Ask, Delta, Usage
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
 from gateway.chunks import answer_headers
 from gateway.conversations import NotStored
 from gateway.errors import ApiError, bad_request, to_api_error
-from gateway.exchange import Exchange
+from gateway.exchange import Dress, Exchange
+from gateway.inference import Inference, Renew
 from gateway.item_lists import After, Limit, Order, item_list
 from gateway.logprobs import Names, chat_logprobs
 from gateway.openai import body_of
@@ -33,10 +36,10 @@ TENANT: Any = Depends(requires("inference"))
 async def create_response(request: Request, principal: Principal = TENANT) -> Response:
     state = state_of(request)
     body = body_as(request, NewResponse)
-    exchange = await Exchange.open(state.conversations, principal.tenant_id, body)
+    exchange = await Exchange.open(state.conversations.of(principal), body)
     try:
         answer = await unless_gone(request, _ask(request, principal, exchange))
-        run = _Run(exchange, answer, Names(state.tokenizer))
+        run = _Run(exchange, answer, Names(answer.tokenizer))
     except BaseException:
         await exchange.close()
         raise
@@ -49,19 +52,32 @@ async def create_response(request: Request, principal: Principal = TENANT) -> Re
 
 
 async def _ask(request: Request, principal: Principal, exchange: Exchange) -> Answer:
-    state = state_of(request)
-    messages = await exchange.messages(state.inference.encoder, state.replicas.ready())
+    state, renew = state_of(request), renewal(request)
     ask = Ask(
         model=exchange.body.model,
-        prompts=[Chat(messages=messages)],
+        prompts=[],
         params=exchange.body.params(),
+        given=exchange.body.given,
         param="input",
         endpoint="responses",
         request_id=request.scope.get("chorus.request_id", ""),
         user=exchange.body.user or "",
+        conversation=exchange.conversation,
         tags=exchange.body.metadata,
     )
-    return await state.inference.stream(principal, ask, renewal(request))
+    dress = _dressing(state.inference, principal, ask, renew)
+    messages = await exchange.messages(state.inference.encoder, state.replicas.ready(), dress)
+    return await state.inference.stream(principal, replace(ask, prompts=[Chat(messages=messages)]), renew)
+
+
+def _dressing(inference: Inference, principal: Principal, ask: Ask, renew: Renew) -> Dress:
+    async def dress(chat: Chat) -> Chat:
+        dressed, _ = await inference.dressed(principal, replace(ask, prompts=[chat]), renew)
+        (found,) = dressed.prompts
+        assert isinstance(found, Chat)
+        return found
+
+    return dress
 
 
 class _Run:
@@ -71,7 +87,11 @@ class _Run:
         self._exchange = exchange
         self._answer = answer
         self._names = names
-        self._writer = ResponseWriter(response_object(exchange.body))
+        chosen = answer.ask.params
+        used: dict[str, Any] = {"temperature": chosen.temperature, "top_p": chosen.top_p}
+        if answer.ask.is_limit_soft:
+            used["max_output_tokens"] = chosen.max_tokens
+        self._writer = ResponseWriter(response_object(exchange.body, exchange.is_stored) | used)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """A fault ends the stream as an event, and frees the conversation before it is told."""
@@ -84,17 +104,21 @@ class _Run:
 
     async def _told(self) -> AsyncIterator[bytes]:
         yield self._writer.open()
-        async for delta in self._answer:
-            logprobs = self._logprobs(delta)
-            if delta.text or logprobs:
-                yield self._writer.add(delta.text, logprobs)
-            if delta.finish is not None:
-                self._writer.finish(delta.finish, usage_object(self._answer.usage))
+        async for deltas in self._answer:
+            yield b"".join([self._add(delta) for delta in deltas])
         await self._answer.aclose()
         await self._exchange.keep(self._writer.response)
         yield self._writer.close()
 
+    def _add(self, delta: Delta) -> bytes:
+        logprobs = self._logprobs(delta)
+        data = self._writer.add(delta.text, logprobs) if delta.text or logprobs else b""
+        if delta.finish is not None:
+            self._writer.finish(delta.finish, usage_object(self._answer.usage))
+        return data
+
     async def whole(self) -> dict[str, Any]:
+        self._answer.is_whole = True
         async for _ in self._told():
             pass
         return self._writer.response
@@ -133,13 +157,19 @@ async def count_input_tokens(request: Request, principal: Principal = TENANT) ->
     body = body_as(request, CountedInput)
     if body.model:
         await state.inference.models.resolve(principal, body.model, renewal(request))
-    exchange = await Exchange.open(state.conversations, principal.tenant_id, body)
+    exchange = await Exchange.open(state.conversations.of(principal), body)
     try:
-        messages = await exchange.messages(state.inference.encoder, state.replicas.ready())
-        ids = await state.inference.encoder.ids(Chat(messages=messages))
+        ask = Ask(model=body.model, prompts=[], params=SamplingParams(), conversation=exchange.conversation)
+        dress = _dressing(state.inference, principal, ask, renewal(request)) if body.model else _as_it_is
+        messages = await exchange.messages(state.inference.encoder, state.replicas.ready(), dress)
+        ids = await state.inference.encoder.ids(await dress(Chat(messages=messages)))
     finally:
         await exchange.close()
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+async def _as_it_is(chat: Chat) -> Chat:
+    return chat
 
 
 @router.post("/compact")
@@ -153,18 +183,18 @@ async def read_response(
 ) -> dict[str, Any]:
     if stream:
         raise bad_request("Only background responses can be streamed later.", "stream", "unsupported_value")
-    return (await state_of(request).conversations.get_response(principal.tenant_id, response_id)).response
+    return (await state_of(request).conversations.of(principal).get_response(response_id)).response
 
 
 @router.delete("/{response_id}")
 async def delete_response(request: Request, response_id: str, principal: Principal = TENANT) -> dict[str, Any]:
-    await state_of(request).conversations.delete_response(principal.tenant_id, response_id)
+    await state_of(request).conversations.of(principal).delete_response(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.post("/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str, principal: Principal = TENANT) -> Response:
-    await state_of(request).conversations.get_response(principal.tenant_id, response_id)
+    await state_of(request).conversations.of(principal).get_response(response_id)
     raise ApiError(400, "Only background responses can be cancelled.", code="unsupported_value", param="background")
 
 
@@ -177,7 +207,7 @@ async def list_input_items(
     after: After = None,
     principal: Principal = TENANT,
 ) -> dict[str, Any]:
-    stored = await state_of(request).conversations.get_response(principal.tenant_id, response_id)
+    stored = await state_of(request).conversations.of(principal).get_response(response_id)
     items = stored.input_items if order == "asc" else stored.input_items[::-1]
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:

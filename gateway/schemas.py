@@ -32,6 +32,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,), "ec_transfer_params": (None,), "mm_processor_kwargs": (None,),
 }  # fmt: skip
 """Fields that Chorus does not serve (yet), or that no client may decide: only these values, which ask for nothing."""
+_SPECIAL = NO_EFFECT | NEUTRAL.keys()
+SAMPLING = frozenset((
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "max_tokens", "min_tokens", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs",
+    "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+))  # fmt: skip
+"""Fields that SamplingParams has under the same name."""
 MAX_PROMPTS = 1024
 MAX_CHOICES_IN_ALL = 2048
 MAX_ENTRIES = 1024
@@ -44,6 +51,8 @@ def check_fields(body: Any) -> Any:
     """Takes out what has no effect; raises ApiError for what is refused."""
     if not isinstance(body, Mapping):
         raise bad_request("The request body must be a JSON object.", code=None)
+    if _SPECIAL.isdisjoint(body):
+        return body
     for name, values in NEUTRAL.items():
         if name in body and body[name] not in values:
             raise bad_request(f"Unsupported parameter: '{name}' is not supported here.", name, "unsupported_parameter")
@@ -118,15 +127,18 @@ class Generation(Body):
     def wants_usage_always(self) -> bool:
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def given(self) -> frozenset[str]:
+        """Sampling parameters that the client set."""
+        return frozenset(self._chosen())
+
+    def _chosen(self) -> dict[str, Any]:
+        fields = self.model_fields_set & SAMPLING
+        return {name: value for name in fields if (value := getattr(self, name)) is not None}
+
     def sampling(self, **values: Any) -> SamplingParams:
         """SamplingParams; what the client left out or set to null has its default. Raises ParamsError, ApiError."""
-        names = (
-            "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-            "max_tokens", "min_tokens", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs",
-            "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
-        )  # fmt: skip
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**given, "logit_bias": token_bias(self.logit_bias), **values})
+        return SamplingParams(**{**self._chosen(), "logit_bias": token_bias(self.logit_bias), **values})
 
 
 def token_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
@@ -166,6 +178,10 @@ class ChatRequest(Generation):
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise bad_request("It must be at least 1.", "max_completion_tokens")
         return self.sampling(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def given(self) -> frozenset[str]:
+        return super().given | (frozenset() if self.max_completion_tokens is None else {"max_tokens"})
 
     @property
     def echoed(self) -> str:

@@ -15,19 +15,38 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from adapters.bucket import Bucket, BucketConfig
 from engine.config import ConfigError, EngineConfig, parse_size
 from tenants.addresses import check_addresses
 
 MIN_ADMIN_KEY = 16
+SECRET = ("admin_key", "pepper", "engine_key", "aws")
+"""Settings whose values are never shown."""
+AWS = frozenset((
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ROLE_ARN", "AWS_ROLE_SESSION_NAME", "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "AWS_SKIP_SIGNATURE",
+    "AWS_REQUEST_PAYER", "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_CHECKSUM_ALGORITHM",
+))  # fmt: skip
+"""What of Amazon's usual variables counts."""
 MAX_SOCKET_PATH = 96
 """Bytes of a Unix socket's path; the kernel's limit is 107 (Linux) or 103 (macOS), and names are appended to it."""
 
 
 def split_list(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def check_place(value: str) -> str:
+    """A directory, or s3://bucket/prefix. Raises ValueError."""
+    if "://" in value and (not value.startswith("s3://") or not urlsplit(value).netloc or "?" in value or "@" in value):
+        raise ValueError("give a directory, or s3://bucket/prefix; credentials come from AWS_* variables")
+    return value
 
 
 def run_dir_of(data_dir: Path) -> Path:
@@ -64,17 +83,49 @@ class Settings(BaseModel):
         description="postgresql+asyncpg://… or sqlite+aiosqlite:///…; default: SQLite in the data directory",
     )
     redis_url: str = Field("", description="redis://…, rediss://…, unix://…; default: a private redis-server")
+    adapter_store: str = Field(
+        "", description="where adapters are kept: a directory, or s3://bucket/prefix; default: in the data directory"
+    )
+    adapter_cache_bytes: Annotated[int, BeforeValidator(parse_size)] = Field(
+        20 << 30, ge=1, description="adapters of a bucket that are kept on the local disk"
+    )
+    adapter_sources: Names = Field(
+        (), description="directories or s3://bucket/prefix with tenant/name/… that are synced, comma-separated"
+    )
+    source_every_s: float = Field(30, gt=0, description="seconds between two looks at a source")
+    private_sources: bool = Field(False, description="sources may be on servers with private addresses")
+    aws: Mapping[str, str] = Field(
+        {}, repr=False, validate_default=True, description="AWS_* variables, for adapters in a bucket"
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto = bfloat16")
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="keeps the base's weights in 8 or 4 bits; adapters and KV stay as they are"
+    )
+    quantization_group: int = Field(128, ge=32, description="weights that share a scale: 32, 64, 96, …")
     workers: int = Field(1, ge=1, le=64, description="gateway processes sharing the port")
     max_model_len: int | None = Field(None, ge=1, description="prompt + output tokens; default: the model's limit")
     kv_memory: Size = Field(None, description="memory for KV blocks: auto or a size")
     adapter_memory: Size = Field(None, description="memory for adapters: auto or a size")
+    kv_host_bytes: Size = Field(None, description="host memory for KV blocks that left the device: auto, 0 or a size")
+    kv_disk_dir: Path | None = Field(None, description="directory for such blocks; it survives a restart")
+    kv_disk_bytes: Annotated[int, BeforeValidator(parse_size)] = Field(
+        16 << 30, ge=1, description="how much of them the directory may hold"
+    )
+    swap: Literal["on", "off", "auto"] = Field(
+        "auto", description="whether they come back by copy: on, if quicker (auto), not for preempted requests (off)"
+    )
     max_num_seqs: int = Field(64, ge=1, description="sequences that run in one step")
     max_batched_tokens: int = Field(1024, ge=1, description="tokens computed in one step")
     max_lora_rank: int = Field(64, ge=1, description="adapters above this rank are refused")
     adapter_wait: float = Field(10, gt=0, description="seconds that a request waits for its adapter to load")
     max_upload: Annotated[int, BeforeValidator(parse_size)] = Field(1 << 30, ge=1, description="largest adapter")
+
+    adapter_grace: float | None = Field(
+        None, ge=0, description="seconds that files stay which no adapter refers to; default: 2 request timeouts, 1 h"
+    )
+    max_adapters_per_tenant: int | None = Field(None, ge=0, description="adapters that a tenant may keep")
+    max_adapter_bytes_per_tenant: Size = Field(None, ge=0, description="bytes of adapters that a tenant may keep")
 
     max_body: Annotated[int, BeforeValidator(parse_size)] = Field(8 << 20, ge=1, description="largest JSON body")
     request_timeout_s: float = Field(600, gt=0, description="a request that has not ended by then fails")
@@ -102,10 +153,36 @@ class Settings(BaseModel):
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(check_addresses(value, "trusted_proxies") or ())
 
+    @field_validator("adapter_store", mode="after")
+    @classmethod
+    def _store_url(cls, value: str) -> str:
+        return check_place(value)
+
+    @field_validator("adapter_sources", mode="after")
+    @classmethod
+    def _source_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_place, value))
+
+    @field_validator("aws", mode="after")
+    @classmethod
+    def _usable(cls, value: Mapping[str, str], info: ValidationInfo) -> Mapping[str, str]:
+        unknown = sorted(value.keys() - AWS)
+        if unknown:
+            raise ValueError(f"{unknown[0]} means nothing here")
+        for place in (info.data.get("adapter_store", ""), *info.data.get("adapter_sources", ())):
+            if "://" in place:
+                Bucket(BucketConfig(place, value)).check()
+        return value
+
     @field_validator("data_dir", "run_dir", mode="after")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @field_validator("kv_disk_dir", mode="after")
+    @classmethod
+    def _absolute_or_none(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
 
     @property
     def models_dir(self) -> Path:
@@ -113,8 +190,21 @@ class Settings(BaseModel):
 
     @property
     def store_dir(self) -> Path:
-        """Root of the adapter store."""
-        return self.data_dir / "adapters"
+        """Root of the adapter store; of its stages and cache, if that is a bucket."""
+        is_here = self.adapter_store and self.bucket is None
+        return Path(self.adapter_store).expanduser().absolute() if is_here else self.data_dir / "adapters"
+
+    @property
+    def bucket(self) -> BucketConfig | None:
+        """Where adapters are kept, if not on a local disk."""
+        if "://" not in self.adapter_store:
+            return None
+        return BucketConfig(self.adapter_store, self.aws, self.adapter_cache_bytes)
+
+    @property
+    def adapter_grace_s(self) -> float:
+        """Longer than any request or upload that may need the files, unless the operator knows better."""
+        return 2 * self.request_timeout_s + 3600 if self.adapter_grace is None else self.adapter_grace
 
     @property
     def model_dir(self) -> Path:
@@ -133,11 +223,18 @@ class Settings(BaseModel):
         return EngineConfig(
             model=self.model_dir,
             store_dir=self.store_dir,
+            bucket=self.bucket,
             device=self.device,
             dtype=self.dtype,
+            quantization=self.quantization,
+            quantization_group=self.quantization_group,
             max_model_len=self.max_model_len,
             kv_memory_bytes=self.kv_memory,
             adapter_memory_bytes=self.adapter_memory,
+            kv_host_bytes=self.kv_host_bytes,
+            kv_disk_dir=self.kv_disk_dir,
+            kv_disk_bytes=self.kv_disk_bytes,
+            swap=self.swap,
             max_num_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens,
             max_lora_rank=self.max_lora_rank,
@@ -155,8 +252,11 @@ class Settings(BaseModel):
         chosen |= {
             name: environ[variable]
             for name in cls.model_fields
-            if environ.get(variable := f"CHORUS_{name.upper()}", "") != ""
+            if name != "aws" and environ.get(variable := f"CHORUS_{name.upper()}", "") != ""
         }
+        aws = {name: environ[name] for name in AWS if environ.get(name, "") != ""}
+        if aws:
+            chosen["aws"] = chosen.get("aws", {}) | aws
         chosen |= {name: value for name, value in (flags or {}).items() if value is not None}
         try:
             return cls(**chosen)
@@ -181,7 +281,7 @@ def _explain(error: ValidationError) -> str:
             continue
         name = ".".join(str(part) for part in problem["loc"])
         message = "there is no such setting" if problem["type"] == "extra_forbidden" else problem["msg"]
-        given = "" if name in ("admin_key", "pepper", "engine_key") else f" (given: {problem['input']!r})"
+        given = "" if name.split(".")[0] in SECRET else f" (given: {problem['input']!r})"
         lines.append(f"{name}: {message}{given}")
     return "; ".join(lines)
 

@@ -19,6 +19,8 @@ KEEP_ALIVE_S = 15.0
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 Answered = TypeVar("Answered")
+GONE = "chorus.gone"
+"""Where our server's ASGI scope carries a future that is done when the client has closed the connection."""
 
 
 def frame(data: bytes) -> bytes:
@@ -39,15 +41,27 @@ async def gone(receive: Receive) -> None:
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Answered]) -> Answered:
     """The result of `work`, which is cancelled when the client leaves; then raises ClientDisconnect."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(gone(request.receive))
+    task = asyncio.current_task()
+    assert task is not None
+    watch: asyncio.Future[None] = request.scope.get(GONE) or asyncio.ensure_future(gone(request.receive))
+    is_gone = False
+
+    def leave(_: object) -> None:
+        nonlocal is_gone
+        is_gone = True
+        task.cancel()
+
+    watch.add_done_callback(leave)
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        await _end(task, watch)
+        watch.remove_done_callback(leave)
+        if watch is not request.scope.get(GONE):
+            watch.cancel()
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from adapters.spec import BaseShape
     from adapters.storage import AdapterStore
     from engine.text import Tokenizer
-    from gateway.conversations import ConversationStore
+    from gateway.conversation_store import ConversationStore
     from gateway.inference import Inference
+    from gateway.kv_owners import KVOwners
     from gateway.metrics import Metrics
     from gateway.pins import Pins
+    from gateway.probes import Prober
+    from gateway.replays import Replays
     from gateway.replicas import ReplicaSet
     from gateway.settings import Settings
     from gateway.upload import UploadGate
@@ -47,8 +50,11 @@ class State:
     shape: BaseShape
     replicas: ReplicaSet
     pins: Pins
+    kv_owners: KVOwners
+    prober: Prober
     tokenizer: Tokenizer
     inference: Inference
     conversations: ConversationStore
+    replays: Replays
     metrics: Metrics
     uploads: UploadGate

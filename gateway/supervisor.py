@@ -3,9 +3,10 @@ running, stopped in order.
 
     chorus serve
     ├── redis-server       only without --redis-url; Unix socket and append-only file in the data directory
-    ├── engine             python -m gateway.child
-    └── worker 1 … N       python -m gateway.child; all accept on one listening socket, which the parent holds: while a
-                           worker is being replaced, connections wait instead of being refused
+    ├── engine             python -m gateway.child engine
+    └── worker 1 … N       python -m gateway.child worker; all accept on one listening socket, which the parent holds:
+                           while a worker is being replaced, connections wait instead of being refused; evenly (see
+                           acceptor)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import httpx
 
 from engine.client import EngineClient
 from gateway import embedded_redis
+from gateway.acceptor import Tally
 from gateway.child import Job
 from gateway.claims import bind, make_run_dir, only_one
 from gateway.processes import Child, Command
@@ -157,22 +159,27 @@ class Supervisor:
 
     def _start_workers(self, listeners: list[socket.socket]) -> None:
         fds = [listener.fileno() for listener in listeners]
-        workers = [self._worker(number, fds) for number in range(1, self.settings.workers + 1)]
+        tally_fd = Tally.share(self.settings.workers)
+        self._stack.callback(os.close, tally_fd)
+        workers = [self._worker(number, fds, tally_fd) for number in range(self.settings.workers)]
         self._stack.push_async_callback(self._stop, workers, self.settings.drain_s + KILL_AFTER_S)
         for listener in listeners:
             self._stack.callback(listener.close)  # first of all when stopping: new connections are refused
         for worker in workers:
             self._start(worker)
 
-    def _worker(self, number: int, fds: list[int]) -> Child:
+    def _worker(self, number: int, fds: list[int], tally_fd: int) -> Child:
         beat_r, beat_w = os.pipe()
         self._stack.callback(os.close, beat_r)
         self._stack.callback(os.close, beat_w)
         os.set_blocking(beat_r, False)
-        name = "worker" if self.settings.workers == 1 else f"worker {number}"
+        name = "worker" if self.settings.workers == 1 else f"worker {number + 1}"
         admin_fd = fds[1] if len(fds) > 1 else -1
-        job = Job(role="worker", settings=self.settings, listen_fd=fds[0], admin_fd=admin_fd, beat_fd=beat_w)
-        worker = Child(child_command(name, job, (*fds, beat_w)))
+        job = Job(
+            role="worker", settings=self.settings, listen_fd=fds[0], admin_fd=admin_fd, beat_fd=beat_w,
+            tally_fd=tally_fd, number=number,
+        )  # fmt: skip
+        worker = Child(child_command(name, job, (*fds, beat_w, tally_fd)))
 
         def has_beaten() -> bool:
             with contextlib.suppress(BlockingIOError):
@@ -199,4 +206,5 @@ def _url(host: str, port: int) -> str:
 
 
 def child_command(name: str, job: Job, pass_fds: tuple[int, ...] = ()) -> Command:
-    return Command(name, [sys.executable, "-m", "gateway.child"], job.model_dump_json(), pass_fds)
+    """The role is there for whoever reads `ps`."""
+    return Command(name, [sys.executable, "-m", "gateway.child", job.role], job.model_dump_json(), pass_fds)

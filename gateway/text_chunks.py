@@ -18,7 +18,7 @@ class TextWriter(Writer):
 
     def __init__(self, answer: Answer, shape: Shape) -> None:
         super().__init__(answer, shape)
-        self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(lambda: TextLogprobs(shape.names))
+        self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(lambda: TextLogprobs(self.names))
         self._waiting: list[Delta] = []
         self._echoed: set[int] = set()
         self._begun: set[int] = set()
@@ -28,7 +28,7 @@ class TextWriter(Writer):
         """As the client wrote it; prompts of ids are decoded."""
         asked = self.answer.ask.prompts[prompt]
         text = getattr(asked, "text", None)
-        return text if text is not None else self.shape.names.tokenizer.decode(self.answer.prompt_ids[prompt])
+        return text if text is not None else self.names.tokenizer.decode(self.answer.prompt_ids[prompt])
 
     def opening(self) -> bytes:
         return b""
@@ -69,7 +69,7 @@ class TextWriter(Writer):
 
     def _read(self, delta: Delta) -> tuple[str, TextLogprobs]:
         """The text and logprobs that this delta adds to its choice, the prompt's first if it is echoed."""
-        logprobs = TextLogprobs(self.shape.names)
+        logprobs = TextLogprobs(self.names)
         prompt = delta.choice // self.answer.ask.params.n
         text = delta.text
         if self.shape.echo and delta.choice not in self._echoed:

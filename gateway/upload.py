@@ -1,8 +1,9 @@
 """Upload: the multipart body of an adapter, streamed into a stage of the store. Nothing of the client becomes a path.
 
 Parts: `config` (adapter_config.json), `weights` (adapter_model.safetensors) and, where a new adapter is made, `name`.
-File names that a client gives are ignored. Memory does not grow with the body. UploadGate bounds how many are taken in
-at a time; the others wait unread.
+Sharded weights are several parts `weights` and their `index` (adapter_model.safetensors.index.json). What a version
+brings along (gateway/companions.py) and `probes` may be missing. File names that a client gives are ignored. Memory
+does not grow with the body. UploadGate bounds how many are taken in at a time; the others wait unread.
 
     UploadError         the body can't be understood; has .code, .message, .param
     ├── UploadTooLarge  it, or one part, is above its limit
@@ -12,24 +13,36 @@ at a time; the others wait unread.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 from weakref import WeakValueDictionary
 
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import parse_options_header
 
 from adapters.config import MAX_CONFIG_BYTES
-from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
-
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
+from adapters.new_tokens import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
+from adapters.shards import INDEX_FILE, MAX_INDEX_BYTES, stage_file
+from adapters.storage import CONFIG_FILE, MAX_COMPANION_BYTES, WEIGHTS_FILE
+from gateway.companions import PARTS as COMPANIONS
+from gateway.multipart import PartReader
 
 MAX_NAME_BYTES = 1 << 10
+MAX_PROBES_BYTES = 256 << 10
 MAX_FRAMING_BYTES = 16 << 10
 """Boundaries and part headers of a whole body."""
+LIMITS = {
+    "config": MAX_CONFIG_BYTES, "index": MAX_INDEX_BYTES, "tokenizer": MAX_TOKENIZER_BYTES,
+    "probes": MAX_PROBES_BYTES,
+    **dict.fromkeys(COMPANIONS, MAX_COMPANION_BYTES),
+}  # fmt: skip
+MAX_REST_BYTES = sum(LIMITS.values()) + MAX_NAME_BYTES + MAX_FRAMING_BYTES
+"""All but the weights."""
 WRITE_BYTES = 1 << 20
 IDLE_S = 30.0
 """A client that sends nothing for so long has gone."""
@@ -37,7 +50,10 @@ MAX_BODIES = 16
 MAX_BODIES_PER_OWNER = 4
 MAX_CHECKS = 2
 """Per worker: bodies that are read, of all and of one tenant; adapters that are checked (each may take 1 GiB)."""
-FILES = {"config": CONFIG_FILE, "weights": WEIGHTS_FILE}
+OPTIONAL = {"tokenizer": TOKENIZER_FILE, **COMPANIONS}
+FILES = {"config": CONFIG_FILE, "weights": WEIGHTS_FILE, "index": INDEX_FILE, **OPTIONAL}
+MAX_WEIGHTS = 64
+"""Shards of one upload."""
 
 
 class UploadError(Exception):
@@ -89,116 +105,105 @@ async def in_time(chunks: AsyncIterator[bytes], total_s: float, idle_s: float = 
         yield chunk
 
 
-def check_length(headers: Mapping[str, str], max_bytes: int) -> None:
-    """Refuses a body by its Content-Length, before any of it is read."""
+def check_length(headers: Mapping[str, str], max_bytes: int) -> int:
+    """Refuses a body by its Content-Length, before any of it is read. → bytes of weights that it has at least."""
     length = headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes + MAX_CONFIG_BYTES + MAX_NAME_BYTES + MAX_FRAMING_BYTES:
+    if length.isdigit() and int(length) > max_bytes + MAX_REST_BYTES:
         raise UploadTooLarge("request_too_large", f"An adapter may have at most {max_bytes} bytes.", "weights")
+    return max(0, int(length) - MAX_REST_BYTES) if length.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class Received:
+    """What of an upload is no file: `name` (None unless it was wanted), `probes` (None where there is no such part)."""
+
+    name: str | None
+    probes: bytes | None = None
 
 
 async def receive(
     chunks: AsyncIterator[bytes], content_type: str, stage: Path, max_bytes: int, wants_name: bool
-) -> str | None:
-    """Reads the body into `stage`; returns the part `name` (None unless `wants_name`). `max_bytes` is for weights."""
+) -> Received:
+    """Reads the body into `stage`; what is no file is returned. `max_bytes` is for weights."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise UploadError("invalid_content_type", "Send the adapter as multipart/form-data.")
-    limits = {"config": MAX_CONFIG_BYTES, "weights": max_bytes} | ({"name": MAX_NAME_BYTES} if wants_name else {})
-    with (stage / CONFIG_FILE).open("xb") as config, (stage / WEIGHTS_FILE).open("xb") as weights:
-        parts = _Parts(limits, {"config": config, "weights": weights})
-        try:
-            parser = MultipartParser(options[b"boundary"], parts.callbacks())
-            async for chunk in chunks:
-                parser.write(chunk)
-                if parts.num_pending >= WRITE_BYTES:
-                    await asyncio.to_thread(parts.flush)
-        except FormParserError as error:
-            raise UploadError("invalid_multipart", f"The multipart body is malformed: {error}"[:300]) from error
-        await asyncio.to_thread(parts.flush)
-    return parts.name()
+    limits = LIMITS | {"weights": max_bytes} | ({"name": MAX_NAME_BYTES} if wants_name else {})
+    try:
+        parts = _Parts(options[b"boundary"], limits, stage)
+        async for chunk in chunks:
+            parts.feed(chunk)
+            if parts.num_pending >= WRITE_BYTES:
+                await asyncio.to_thread(parts.flush)
+    except FormParserError as error:
+        raise UploadError("invalid_multipart", f"The multipart body is malformed: {error}"[:300]) from error
+    await asyncio.to_thread(parts.flush)
+    return parts.received()
 
 
-class _Parts:
-    """What the parser has found so far."""
+class _Parts(PartReader):
+    """What has been found so far. Only `weights` may come more than once."""
 
-    def __init__(self, limits: Mapping[str, int], files: Mapping[str, BinaryIO]) -> None:
+    def __init__(self, boundary: bytes, limits: Mapping[str, int], stage: Path) -> None:
+        super().__init__(boundary)
         self.num_pending = 0
         self._limits = limits
-        self._files = files
+        self._stage = stage
         self._sizes: dict[str, int] = {}
-        self._pending: list[tuple[BinaryIO, bytes]] = []
-        self._name = bytearray()
-        self._header = b""
-        self._value = b""
+        self._num_weights = 0
+        self._pending: list[tuple[str, bytes]] = []  # file, what to append to it
+        self._texts: defaultdict[str, bytearray] = defaultdict(bytearray)
         self._part = ""
-        self._is_whole = False
-
-    def callbacks(self) -> MultipartCallbacks:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": self._add_field,
-            "on_header_value": self._add_value,
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._end_headers,
-            "on_part_data": self._add_data,
-            "on_end": self._end,
-        }
 
     def flush(self) -> None:
-        for file, data in self._pending:
-            file.write(data)
+        for name, found in groupby(self._pending, key=itemgetter(0)):
+            with (self._stage / name).open("ab") as file:
+                file.writelines(data for _, data in found)
         self._pending.clear()
         self.num_pending = 0
 
-    def name(self) -> str | None:
-        """The part `name`, once everything that must be there is known to be there."""
-        if not self._is_whole:
+    def received(self) -> Received:
+        """What is no file, once everything that must be there is known to be there."""
+        if not self.is_whole:
             raise UploadError("invalid_multipart", "The multipart body ends too early.")
         for part in self._limits:
-            if part not in self._sizes:
+            is_needed = part not in (*OPTIONAL, "probes") and (part != "index" or self._num_weights > 1)
+            if part not in self._sizes and is_needed:
                 raise UploadError("missing_required_parameter", f"Missing required part: '{part}'.", part)
+        probes = bytes(self._texts["probes"]) if "probes" in self._sizes else None
         if "name" not in self._limits:
-            return None
+            return Received(None, probes)
         try:
-            return self._name.decode()
+            return Received(self._texts["name"].decode(), probes)
         except UnicodeDecodeError:
             raise UploadError("invalid_value", "The name is not UTF-8.", "name") from None
 
-    def _begin(self) -> None:
-        self._header = self._value = b""
-        self._part = ""
-
-    def _add_field(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
-
-    def _add_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _end_header(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value)
-            self._part = options.get(b"name", b"").decode(errors="replace")
-        self._header = self._value = b""
-
-    def _end_headers(self) -> None:
+    def on_part(self, name: bytes) -> None:
+        self._part = name.decode(errors="replace")
         if self._part not in self._limits:
             known = ", ".join(self._limits)
             raise UploadError("unknown_parameter", f"Unknown part; expected: {known}.", self._part[:64] or None)
-        if self._part in self._sizes:
+        if self._part == "weights":
+            self._num_weights += 1
+            if self._num_weights > MAX_WEIGHTS:
+                raise UploadError("invalid_value", f"There may be at most {MAX_WEIGHTS} parts of weights.", "weights")
+        elif self._part in self._sizes:
             raise UploadError("invalid_value", f"The part '{self._part}' was given twice.", self._part)
-        self._sizes[self._part] = 0
+        self._sizes.setdefault(self._part, 0)
+        if self._part in FILES:
+            self._pending.append((self._file(), b""))  # there is a file, also if the part is empty
 
-    def _add_data(self, data: bytes, start: int, end: int) -> None:
+    def on_data(self, data: bytes, start: int, end: int) -> None:
         part = self._part
         self._sizes[part] += end - start
         if self._sizes[part] > self._limits[part]:
             limit = self._limits[part]
             raise UploadTooLarge("request_too_large", f"The part '{part}' may have at most {limit} bytes.", part)
-        if part == "name":
-            self._name += data[start:end]
+        if part not in FILES:
+            self._texts[part] += data[start:end]
             return
-        self._pending.append((self._files[part], data[start:end]))
+        self._pending.append((self._file(), data[start:end]))
         self.num_pending += end - start
 
-    def _end(self) -> None:
-        self._is_whole = True
+    def _file(self) -> str:
+        return stage_file(self._num_weights - 1) if self._part == "weights" else FILES[self._part]

@@ -58,7 +58,7 @@ def _on(connection: Connection) -> Config:
 def _run(url: str, work: Callable[[Connection], object]) -> None:
     """In a thread of its own: the drivers are asynchronous, and the caller may already run an event loop."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: asyncio.run(_migrate(make_engine(url), work))).result()
+        pool.submit(lambda: asyncio.run(_migrate(make_engine(url, statement_s=None), work))).result()
 
 
 async def _migrate(engine: AsyncEngine, work: Callable[[Connection], object]) -> None:

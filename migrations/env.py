@@ -20,7 +20,7 @@ def run(connection: Connection) -> None:
 
 
 async def run_by_url(url: str) -> None:
-    engine = make_engine(url)
+    engine = make_engine(url, statement_s=None)
     async with engine.begin() as connection:
         await connection.run_sync(run)
     await engine.dispose()

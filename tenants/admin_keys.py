@@ -124,12 +124,7 @@ class AdminKeyRing:
 
     async def page(self, after: str | None = None, limit: int = 100) -> tuple[list[AdminKey], bool]:
         """In the order of ids; revoked ones with their date. That of the settings is there once it was switched."""
-        query = select(AdminKey).order_by(AdminKey.id).limit(limit + 1)
-        if after is not None:
-            query = query.where(AdminKey.id > after)
-        async with self._database.session() as session:
-            rows = list(await session.scalars(query))
-        return rows[:limit], len(rows) > limit
+        return await self._database.page(select(AdminKey), AdminKey.id, after, limit)
 
     async def revoke(self, key_id: str, caller: Administrator, actor: Actor) -> AdminKey:
         """Acts at the next request on every worker. `caller` can't revoke its own key, so that one admin remains.

@@ -16,13 +16,11 @@ from tenants.models import AuditEntry
 
 @dataclass(frozen=True)
 class Actor:
-    """Who acts, and in which HTTP request (or other act) it was asked."""
+    """Who acts, in which HTTP request (or other act) it was asked, and whether they have every right there is."""
 
     name: str
     request_id: str = ""
-
-
-SYSTEM = Actor("system")
+    is_admin: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, DateTime, Dialect, MetaData, TypeDecorator, event, make_url
+from sqlalchemy import Connection, DateTime, Dialect, MetaData, Select, TypeDecorator, event, make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm import DeclarativeBase, InstrumentedAttribute
 
 from tenants.patience import Deadline, Turns, TurnsStopped, wait_within
 
@@ -33,9 +33,12 @@ ANSWER_S = 0.8
 """A server that gives no connection within this time counts as away; so does one whose connections are all in use and
 none of which comes back for so long."""
 STATEMENT_S = 30.0
-"""The longest that one statement may take on PostgreSQL."""
+"""The longest that one statement of a request may take on PostgreSQL."""
 LOCK_S = 10.0
 """How long a writer waits for another one on SQLite."""
+
+
+Row = TypeVar("Row")
 
 
 class StateUnavailable(Exception):
@@ -83,8 +86,9 @@ def async_url(url: str) -> URL:
     return parsed.set(drivername=drivers[backend])
 
 
-def make_engine(url: str, pool_size: int = 10) -> AsyncEngine:
-    """An engine that fails fast: nothing connects before the first session."""
+def make_engine(url: str, pool_size: int = 10, statement_s: float | None = STATEMENT_S) -> AsyncEngine:
+    """An engine that fails fast: nothing connects before the first session. statement_s None: a statement takes as long
+    as it takes."""
     parsed = async_url(url)
     if parsed.drivername.startswith("sqlite"):
         engine = create_async_engine(parsed, connect_args={"timeout": LOCK_S})
@@ -93,7 +97,7 @@ def make_engine(url: str, pool_size: int = 10) -> AsyncEngine:
         return engine
     return create_async_engine(
         parsed, pool_size=pool_size, max_overflow=0, pool_timeout=ANSWER_S, pool_pre_ping=True, pool_recycle=1800,
-        connect_args={"timeout": ANSWER_S, "command_timeout": STATEMENT_S},
+        connect_args={"timeout": ANSWER_S, "command_timeout": statement_s},
     )  # fmt: skip
 
 
@@ -135,6 +139,16 @@ class Database:
         async with self._open(self._write()) as session:
             yield session
             await session.commit()
+
+    async def page(
+        self, wanted: Select[Any], key: InstrumentedAttribute[str], after: str | None, limit: int
+    ) -> tuple[list[Row], bool]:
+        """Of the rows `wanted`, in the order of `key`, `limit` ones beyond `after`; and whether there are more."""
+        if after is not None:
+            wanted = wanted.where(key > after)
+        async with self.session() as session:
+            rows = list(await session.scalars(wanted.order_by(key).limit(limit + 1)))
+        return rows[:limit], len(rows) > limit
 
     async def ping(self) -> None:
         """Raises DatabaseUnavailable unless the database answers."""

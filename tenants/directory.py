@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants import audit
+from tenants.adapter_limits import check_adapter_limits
 from tenants.audit import Act, Actor
 from tenants.db import Database
 from tenants.epochs import Epochs
@@ -32,6 +33,7 @@ from tenants.limits import (
 )
 from tenants.models import Plan, Tenant
 from tenants.plans import described
+from tenants.retention import check_retention, retention_of, seconds_of
 
 
 class TenantNotFound(LookupError):
@@ -53,9 +55,11 @@ class TenantSpec:
     models: tuple[str, ...] | None = None
     limits: Limits = field(default_factory=Limits)
     model_limits: ModelLimits = field(default_factory=dict)
+    adapter_limits: Mapping[str, int | None] = field(default_factory=dict)
     plan: str | None = None
     model_names: Mapping[str, str] = field(default_factory=dict)
     unknown_fields: str = "reject"
+    retention: int | str | None = None
     suspended: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +77,9 @@ class TenantSpec:
             raise InvalidSettings("suspended must be true or false", "suspended")
         check_models(self.models)
         check_model_limits(self.model_limits)
+        check_adapter_limits(self.adapter_limits)
         check_model_names(self.model_names)
+        check_retention(self.retention)
 
 
 CHANGEABLE = (
@@ -83,9 +89,11 @@ CHANGEABLE = (
     "models",
     "limits",
     "model_limits",
+    "adapter_limits",
     "plan",
     "model_names",
     "unknown_fields",
+    "retention",
     "suspended",
 )
 
@@ -116,14 +124,14 @@ class TenantDirectory:
         async with self._database.session() as session:
             return await _find(session, tenant_id)
 
+    async def keeping(self, tenant_id: str) -> tuple[int | None, int]:
+        """How long its texts are kept (seconds_of()), and the epoch as of which that holds. Raises TenantNotFound."""
+        epoch = await self._epochs.get(tenant_id)
+        return seconds_of((await self.get(tenant_id)).retention_hours), epoch
+
     async def page(self, after: str | None = None, limit: int = 100) -> tuple[list[Tenant], bool]:
         """A page in the order of ids, and whether there are more."""
-        query = select(Tenant).order_by(Tenant.id).limit(limit + 1)
-        if after is not None:
-            query = query.where(Tenant.id > after)
-        async with self._database.session() as session:
-            rows = list(await session.scalars(query))
-        return rows[:limit], len(rows) > limit
+        return await self._database.page(select(Tenant), Tenant.id, after, limit)
 
     async def patch(self, tenant_id: str, changes: Mapping[str, Any], actor: Actor) -> Tenant:
         """Change the fields named (CHANGEABLE). `limits`: a Limits replaces all, a mapping only those that it names.
@@ -136,7 +144,7 @@ class TenantDirectory:
         async with self._epochs.change(tenant_id) as session:
             row = await _find(session, tenant_id, lock=True)
             before = describe(row)
-            spec = TenantSpec(**{**_as_spec(row), **changes, "limits": _changed(row, changes)})
+            spec = TenantSpec(**{**_as_spec(row), **changes, "limits": Limits.of(row.limits).with_changes(changes)})
             await _check_plan(session, spec)
             _apply(row, spec)
             await session.flush()
@@ -164,17 +172,14 @@ async def _check_plan(session: AsyncSession, spec: TenantSpec) -> None:
         raise InvalidSettings(f"there is no plan {spec.plan[:64]!r}", "plan")
 
 
-def _changed(row: Tenant, changes: Mapping[str, Any]) -> Limits:
-    asked = changes.get("limits", {})
-    return asked if isinstance(asked, Limits) else Limits.of({**asdict(Limits.of(row.limits)), **asked})
-
-
 def _as_spec(row: Tenant) -> dict[str, Any]:
     models = None if row.models is None else tuple(row.models)
     return {
         "id": row.id, "name": row.name, "weight": row.weight, "priority": row.priority, "models": models,
-        "limits": Limits.of(row.limits), "model_limits": model_limits_of(row.model_limits), "plan": row.plan,
-        "model_names": row.model_names, "unknown_fields": row.unknown_fields, "suspended": row.suspended,
+        "limits": Limits.of(row.limits), "model_limits": model_limits_of(row.model_limits),
+        "adapter_limits": row.adapter_limits, "plan": row.plan, "model_names": row.model_names,
+        "unknown_fields": row.unknown_fields,
+        "retention": retention_of(row.retention_hours), "suspended": row.suspended,
     }  # fmt: skip
 
 
@@ -185,9 +190,11 @@ def _apply(row: Tenant, spec: TenantSpec) -> None:
     row.models = check_models(spec.models)
     row.limits = spec.limits.as_dict()
     row.model_limits = check_model_limits(spec.model_limits)
+    row.adapter_limits = check_adapter_limits(spec.adapter_limits)
     row.plan = spec.plan
     row.model_names = check_model_names(spec.model_names)
     row.unknown_fields = spec.unknown_fields
+    row.retention_hours = check_retention(spec.retention)
     row.suspended = spec.suspended
 
 

@@ -81,15 +81,17 @@ class Epochs:
             due = list(await session.execute(select(EpochOutbox.id, EpochOutbox.tenant_id).order_by(EpochOutbox.id)))
         if not due:
             return 0
-        await self._move({tenant_id for _, tenant_id in due})
+        await move(self._redis, {tenant_id for _, tenant_id in due})
         async with self._database.begin() as session:
             await session.execute(delete(EpochOutbox).where(EpochOutbox.id.in_([row_id for row_id, _ in due])))
         return len(due)
 
-    async def _move(self, tenant_ids: Iterable[str]) -> None:
-        pipe = self._redis.pipeline(transaction=False)
-        for tenant_id in tenant_ids:
-            key = TenantSlot(tenant_id).epoch
-            pipe.set(key, time.time_ns() // 1000, nx=True)
-            pipe.incr(key)
-        await pipe.execute()
+
+async def move(redis: Client, tenant_ids: Iterable[str]) -> None:
+    """Whatever workers know of these tenants is out of date. Raises RedisUnavailable."""
+    pipe = redis.pipeline(transaction=False)
+    for tenant_id in tenant_ids:
+        key = TenantSlot(tenant_id).epoch
+        pipe.set(key, time.time_ns() // 1000, nx=True)
+        pipe.incr(key)
+    await pipe.execute()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tenants.limits import Limits, Mode
 
@@ -25,8 +24,7 @@ _KINDS: dict[str, tuple[Dimension, Period]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """One limit as it stands: for the x-ratelimit-{limit,remaining,reset}-* headers. `reset_s` = until it is full."""
 
     limit: int
@@ -59,8 +57,7 @@ class QuotaExceeded(Exception):
         )
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """One limit (None = any number) and what one request takes of it. `name` is that of the field of Limits."""
 
     scope: Scope
@@ -125,10 +122,11 @@ def windows(passed: Sequence[Gate], used: Sequence[float]) -> dict[str, Window]:
     """The tightest window of requests and of tokens per minute, of those that are enforced."""
     found: dict[str, Window] = {}
     for gate, level in zip(passed, used, strict=True):
-        if gate.is_rate and gate.mode == "hard":
+        dimension, period = _KINDS[gate.name]
+        if period == "minute" and gate.mode == "hard":
             window = gate.window(level)
-            if gate.dimension not in found or window.remaining < found[gate.dimension].remaining:
-                found[gate.dimension] = window
+            if dimension not in found or window.remaining < found[dimension].remaining:
+                found[dimension] = window
     return found
 
 

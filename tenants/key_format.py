@@ -45,7 +45,7 @@ def make_key(prefix: str = PREFIX) -> tuple[str, str]:
 
 def public_id(key: str, prefix: str = PREFIX) -> str | None:
     """The public id in a well-formed key; None if it can't be a key of ours."""
-    match = _FORM.fullmatch(key)
+    match = _FORM.fullmatch(key) if key.startswith(prefix) else None
     if match is None or match[1] != prefix or not hmac.compare_digest(checksum(key.rpartition("_")[0]), match[3]):
         return None
     return match[2]
@@ -94,6 +94,10 @@ class Pepper:
             return False
         return hmac.compare_digest(hmac.new(secret, sha256, hashlib.sha256).hexdigest(), digest)
 
-    def salt(self, tenant_id: str) -> str:
-        """The opaque prefix-cache salt of a tenant. From the lowest version: rotation keeps the cache."""
-        return hmac.new(self.secrets[min(self.secrets)], b"salt:" + tenant_id.encode(), hashlib.sha256).hexdigest()[:32]
+    def derive(self, purpose: str, data: bytes) -> bytes:
+        """32 bytes that only we can know. From the lowest version: rotation keeps them."""
+        return hmac.new(self.secrets[min(self.secrets)], purpose.encode() + b":" + data, hashlib.sha256).digest()
+
+    def salt(self, of: str) -> str:
+        """An opaque prefix-cache salt."""
+        return self.derive("salt", of.encode()).hex()[:32]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -54,8 +55,12 @@ class Limits:
         if set(self.soft) & set(self.shadow):
             raise InvalidSettings("a budget is either soft or in shadow", "limits.soft")
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> Mapping[str, int]:
         """Only what is limited."""
+        return self._numbers
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
         return {name: value for name in NUMBERS if (value := getattr(self, name)) is not None}
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,6 +81,11 @@ class Limits:
             soft=tuple(name for name, mode in modes.items() if mode == "soft"),
             shadow=tuple(name for name, mode in modes.items() if mode == "shadow"),
         )
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Limits:
+        """These, changed as `changes["limits"]` says: a Limits replaces all, a mapping only those that it names."""
+        asked = changes.get("limits", {})
+        return asked if isinstance(asked, Limits) else Limits.of({**asdict(self), **asked})
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Limits:

@@ -22,12 +22,14 @@ class Plan(Base):
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
     model_limits: Mapped[dict[str, dict[str, Any]]] = mapped_column(JSON, default=dict)
+    adapter_limits: Mapped[dict[str, int | None]] = mapped_column(JSON, default=dict, server_default="{}")
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now, onupdate=now)
 
 
 class Tenant(Base):
-    """Who may ask. `models` are names or globs, null = all it can see; `limits` holds only what is limited."""
+    """Who may ask. `models` are names or globs, null = all it can see; `limits` holds only what is limited;
+    `retention_hours` null = as the settings say, 0 = no text is kept."""
 
     __tablename__ = "tenants"
     __table_args__ = (
@@ -42,9 +44,11 @@ class Tenant(Base):
     models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict)
     model_limits: Mapped[dict[str, dict[str, Any]]] = mapped_column(JSON, default=dict, server_default="{}")
+    adapter_limits: Mapped[dict[str, int | None]] = mapped_column(JSON, default=dict, server_default="{}")
     model_names: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
     plan: Mapped[str | None] = mapped_column(ForeignKey("plans.id"), index=True)
     unknown_fields: Mapped[str] = mapped_column(String(8), default="reject", server_default="reject")
+    retention_hours: Mapped[int | None] = mapped_column()
     suspended: Mapped[bool] = mapped_column(default=False)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime, default=now, onupdate=now)

@@ -16,6 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants import audit
+from tenants.adapter_limits import check_adapter_limits
 from tenants.audit import Act, Actor
 from tenants.db import Database
 from tenants.epochs import Epochs
@@ -42,11 +43,13 @@ class PlanSpec:
     id: str
     limits: Limits = field(default_factory=Limits)
     model_limits: ModelLimits = field(default_factory=dict)
+    adapter_limits: Mapping[str, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.id):
             raise InvalidSettings("id must match [A-Za-z0-9][A-Za-z0-9._-]{0,63}", "id")
         check_model_limits(self.model_limits)
+        check_adapter_limits(self.adapter_limits)
 
 
 class PlanBook:
@@ -58,7 +61,8 @@ class PlanBook:
 
     async def create(self, spec: PlanSpec, actor: Actor) -> Plan:
         """Raises PlanExists."""
-        row = Plan(id=spec.id, limits=spec.limits.as_dict(), model_limits=check_model_limits(spec.model_limits))
+        row = Plan(id=spec.id)
+        _apply(row, spec)
         try:
             async with self._database.begin() as session:
                 session.add(row)
@@ -75,12 +79,7 @@ class PlanBook:
 
     async def page(self, after: str | None = None, limit: int = 100) -> tuple[list[Plan], bool]:
         """A page in the order of ids, and whether there are more."""
-        query = select(Plan).order_by(Plan.id).limit(limit + 1)
-        if after is not None:
-            query = query.where(Plan.id > after)
-        async with self._database.session() as session:
-            rows = list(await session.scalars(query))
-        return rows[:limit], len(rows) > limit
+        return await self._database.page(select(Plan), Plan.id, after, limit)
 
     async def replace(self, spec: PlanSpec, actor: Actor) -> Plan:
         """Other limits under the same name: they act at the next request of every tenant that refers to it.
@@ -90,7 +89,7 @@ class PlanBook:
         async with self._epochs.change_where(Tenant.plan == spec.id) as session:
             row = await _find(session, spec.id, lock=True)
             before = describe(row)
-            row.limits, row.model_limits = spec.limits.as_dict(), check_model_limits(spec.model_limits)
+            _apply(row, spec)
             await session.flush()
             audit.append(session, actor, Act("plan.update", "", spec.id, before, describe(row)))
         return row
@@ -114,6 +113,11 @@ async def _find(session: AsyncSession, plan_id: str, lock: bool = False) -> Plan
     return row
 
 
+def _apply(row: Plan, spec: PlanSpec) -> None:
+    row.limits, row.model_limits = spec.limits.as_dict(), check_model_limits(spec.model_limits)
+    row.adapter_limits = check_adapter_limits(spec.adapter_limits)
+
+
 def effective(tenant: Tenant, plan: Plan | None) -> tuple[Limits, dict[str, Limits]]:
     """What holds for the tenant: its own limits over the plan's, for the whole and for single models."""
     limits, models = Limits.of(tenant.limits), model_limits_of(tenant.model_limits)
@@ -126,7 +130,8 @@ def effective(tenant: Tenant, plan: Plan | None) -> tuple[Limits, dict[str, Limi
 
 def describe(row: Plan) -> dict[str, Any]:
     """The plan as the audit log keeps it."""
-    return {"id": row.id, "limits": asdict(Limits.of(row.limits)), "model_limits": described(row.model_limits)}
+    limits, model_limits = asdict(Limits.of(row.limits)), described(row.model_limits)
+    return {"id": row.id, "limits": limits, "model_limits": model_limits, "adapter_limits": row.adapter_limits}
 
 
 def described(model_limits: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

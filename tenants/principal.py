@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tenants.addresses import Network, networks
 from tenants.limits import PRIORITIES, Limits, ModelLimits
 from tenants.models import ApiKey, Plan, Tenant
 from tenants.plans import effective
+from tenants.retention import seconds_of
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class Principal:
     key_models              the same of the key: a model must be allowed by both (limits.may_call)
     model_names             the tenant's own names for models → what they stand for
     allowed_ips             where the key may be used from (addresses.is_within); None = anywhere
-    cache_salt              opaque, per tenant: HMAC(pepper, tenant)
+    cache_salt              opaque, per tenant and retention (owners.cache_salt)
     ignores_unknown         fields of a request that nobody knows are left out and named, not refused
+    retention_s             how long its texts may be kept; None = as the settings say, 0 = not at all
     epoch                   of the tenant in Redis when this was read; quotas.hold() answers Stale if it moved
     generation              of that Redis (a restarted one may have an older epoch again)
     """
@@ -42,8 +45,11 @@ class Principal:
     priority: int = 1
     cache_salt: str = ""
     ignores_unknown: bool = False
+    retention_s: int | None = None
     epoch: int = 0
     generation: int = 0
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """For tenants.quotas: what it has worked out, by model."""
 
 
 def of_tenant(tenant: Tenant, plan: Plan | None, cache_salt: str) -> Principal:
@@ -53,7 +59,7 @@ def of_tenant(tenant: Tenant, plan: Plan | None, cache_salt: str) -> Principal:
         tenant_id=tenant.id, key_id="", scopes=frozenset(), tenant_limits=limits, model_limits=model_limits,
         models=None if tenant.models is None else tuple(tenant.models), model_names=tenant.model_names,
         lane_weight=tenant.weight, priority=PRIORITIES[tenant.priority], cache_salt=cache_salt,
-        ignores_unknown=tenant.unknown_fields == "warn",
+        ignores_unknown=tenant.unknown_fields == "warn", retention_s=seconds_of(tenant.retention_hours),
     )  # fmt: skip
 
 

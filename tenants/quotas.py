@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
-from tenants.gates import Gate, QuotaExceeded, Window, gates, refusal, windows
+from tenants.courses import Course, course_of
+from tenants.epochs import move
+from tenants.gates import QuotaExceeded, Window, refusal, windows
+from tenants.holds import Blob, Hold
 from tenants.keys import Principal
-from tenants.limits import Limits
-from tenants.slots import ACTIVE, TenantSlot
+from tenants.slots import ACTIVE, LIFE, TenantSlot
 from tenants.state import Argument, Client, RedisUnavailable, Script
 from tenants.usage import UsageRecord
 
@@ -42,71 +45,10 @@ FORGET_S = 600.0
 REPEAT_S = 5.0
 """Usage entries younger than this are given again to a Redis that was restarted: it may have lost them."""
 _BATCH = 50
-UNLIMITED = Limits()
 
 
 class Stale(Exception):
     """The tenant's epoch has moved since the principal was read."""
-
-
-class Bucket(msgspec.Struct, array_like=True, frozen=True):
-    """A bucket of tokens that an attempt was charged to, under the limit at its admission."""
-
-    key: str
-    period: str
-    limit: int
-    mode: str
-
-
-class _Blob(msgspec.Struct, array_like=True):
-    """What sweep() needs to settle an attempt whose worker is dead."""
-
-    record: UsageRecord
-    model: str
-    buckets: list[Bucket]
-
-
-@dataclass(eq=False)
-class Hold:
-    """A reservation and a lease, until settle(). Set `completion_tokens` as tokens arrive: if this process dies, the
-    attempt is billed by the number that the last heartbeat carried.
-
-    model       whose limits it is counted under
-    tokens      reserved: prompt + what may come; top_up() adds to it
-    ceiling     what it can come to at most
-    windows     "requests" and "tokens" → the tightest Window, absent if unlimited: for the response headers
-    exceeded    limits that let it through although it is above them: soft budgets, limits in shadow mode
-    """
-
-    record: UsageRecord
-    model: str
-    tokens: int
-    ceiling: int
-    buckets: list[Bucket]
-    generation: int
-    windows: dict[str, Window] = field(default_factory=dict)
-    exceeded: list[Gate] = field(default_factory=list)
-    completion_tokens: int = 0
-
-    @property
-    def used_tokens(self) -> int:
-        """So far."""
-        return self.record.prompt_tokens + self.completion_tokens
-
-    @property
-    def slot(self) -> TenantSlot:
-        return TenantSlot(self.record.tenant_id)
-
-    @property
-    def lease_keys(self) -> list[str]:
-        """Record of the attempt, leases of tenant, key and model: what every script call on it begins with."""
-        slot, record = self.slot, self.record
-        leases = [slot.leases, slot.key_leases(record.key_id), slot.model_leases(self.model)]
-        return [slot.attempt(record.attempt_id), *leases]
-
-    @property
-    def blob(self) -> bytes:
-        return msgspec.json.encode(_Blob(self.record, self.model, self.buckets))
 
 
 class Quotas:
@@ -118,8 +60,10 @@ class Quotas:
         self._script = Script(Path(__file__).with_name("quotas.lua").read_text())
         self._live: WeakValueDictionary[str, Hold] = WeakValueDictionary()
         self._kept: dict[str, tuple[Hold, UsageRecord | None]] = {}
-        self._settling: set[asyncio.Task[None]] = set()
-        self._recent: deque[tuple[float, str, bytes]] = deque()
+        self._settling: set[asyncio.Future[None]] = set()
+        self._recent: deque[tuple[float, Hold, bytes]] = deque()
+        self._doubtful: set[str] = set()
+        self._life = ""
         self._touched: dict[str, float] = {}
         self._generation = redis.generation
 
@@ -137,13 +81,13 @@ class Quotas:
         """
         record = record.cleaned()
         model = model or record.model.partition("@")[0]
-        limits = principal.model_limits.get(model, UNLIMITED)
-        passed = gates(principal.tenant_limits, principal.key_limits, limits, tokens)
-        buckets = [_bucket(gate, principal, model) for gate in passed if gate.dimension == "tokens"]
-        hold = Hold(record, model, tokens, max(ceiling, tokens), buckets, self._redis.generation)
-        await self._touch(principal.tenant_id)
+        course = course_of(principal, model)
+        passed = course.gates_for(tokens)
+        hold = Hold(record, model, tokens, max(ceiling, tokens), course.buckets, self._redis.generation)
+        if self._touched.get(principal.tenant_id, 0.0) < time.monotonic() - TOUCH_S:
+            await self._touch(principal.tenant_id)
         try:
-            reply = await self._call_hold(principal, hold, passed)
+            reply = await self._call_hold(principal, hold, course)
         except (RedisUnavailable, asyncio.CancelledError):
             self._kept[record.attempt_id] = (hold, None)  # it may have been done: retry() will undo it
             raise
@@ -157,7 +101,8 @@ class Quotas:
         if reply[0] == "refused":
             raise refusal(passed, used, float(reply[1]) / 1e6)
         hold.windows = windows(passed, [level + gate.cost for gate, level in zip(passed, used, strict=True)])
-        hold.exceeded = [gate for gate, level in zip(passed, used, strict=True) if gate.exceeds(level)]
+        if course.lets_through:
+            hold.exceeded = [gate for gate, level in zip(passed, used, strict=True) if gate.exceeds(level)]
         for gate in hold.exceeded:
             log.info(
                 "tenant %s, key %s, model %s: above the %s limit of %s (%s: %d); let through",
@@ -184,11 +129,37 @@ class Quotas:
 
         Never raises for an outage: it is kept and retried. Goes on if the caller is cancelled. Harmless to repeat.
         """
+        await asyncio.shield(self.settling(hold, record))
+
+    def settling(self, hold: Hold, record: UsageRecord) -> asyncio.Future[None]:
+        """As settle(), which is under way when this returns. Not to be cancelled."""
         self._live.pop(record.attempt_id, None)
-        task = asyncio.create_task(self._settle_or_keep(hold, record.cleaned()))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-        await asyncio.shield(task)
+        record = record.cleaned()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._settling.add(done)
+        done.add_done_callback(self._settling.discard)
+        answer = self._script.send(self._redis, *self._settlement(hold, record))
+        answer.add_done_callback(partial(self._settled, hold, record, done))
+        return done
+
+    def _settled(
+        self, hold: Hold, record: UsageRecord, done: asyncio.Future[None], answer: asyncio.Future[str]
+    ) -> None:
+        error = asyncio.CancelledError() if answer.cancelled() else answer.exception()
+        if error is None:
+            self._doubt(hold, answer.result())
+            return done.set_result(None)
+        self._kept[record.attempt_id] = (hold, record)
+        if isinstance(error, NoScriptError):
+            again = asyncio.ensure_future(self._settle_again(record.attempt_id))
+            again.add_done_callback(lambda _: done.set_result(None))
+        else:
+            log.warning("settlement of %s is kept until Redis takes it: %s", record.attempt_id, error)
+            done.set_result(None)
+
+    async def _settle_again(self, attempt_id: str) -> None:
+        with suppress(RedisUnavailable):
+            await self._settle_kept(attempt_id)
 
     # -- upkeep
 
@@ -203,23 +174,34 @@ class Quotas:
                 await self._beat(holds[start : start + _BATCH])
 
     async def retry(self) -> None:
-        """Settle what was kept; give a restarted Redis the latest entries again. Raises RedisUnavailable."""
+        """Settle what was kept; give a Redis that lost something the latest entries again, and have budgets counted
+        anew where they can't be trusted. Raises RedisUnavailable."""
         started = time.monotonic()
-        await self._redis.ping()  # whatever was sent before an outage has now been done or is lost
+        await self._look()  # whatever was sent before an outage has now been done or is lost
         if self._redis.generation != self._generation:
-            for _, stream, entry in list(self._recent):
-                await self._redis.xadd(stream, {"entry": entry})
-            self._generation = self._redis.generation
             self._touched.clear()
+            for _, hold, entry in list(self._recent):
+                await self._touch(hold.slot.tenant_id)
+                await self._redis.xadd(hold.slot.usage, {"entry": entry})
+                if hold.has_budgets:
+                    self._doubtful.add(hold.slot.tenant_id)
+            self._generation = self._redis.generation
         while self._recent and self._recent[0][0] < started - REPEAT_S:
             self._recent.popleft()
-        for attempt_id, (hold, record) in list(self._kept.items()):
-            try:
-                await self._settle(hold, record)
-            except RedisError:
-                log.exception("settlement of %s is still kept", attempt_id)
-            else:
-                self._kept.pop(attempt_id, None)
+        for attempt_id in list(self._kept):
+            await self._settle_kept(attempt_id)
+        while self._doubtful:
+            await move(self._redis, [tenant_id := next(iter(self._doubtful))])
+            self._doubtful.discard(tenant_id)
+
+    async def _look(self) -> None:
+        """Has Redis lost everything, although it is the same server?"""
+        made = secrets.token_hex(8)
+        await self._redis.set(LIFE, made, nx=True)
+        life: str = await self._redis.get(LIFE) or made
+        if self._life not in ("", life):
+            self._redis.generation += 1
+        self._life = life
 
     async def sweep(self) -> int:
         """Settle every expired lease of every tenant. → how many. Raises RedisUnavailable."""
@@ -249,19 +231,13 @@ class Quotas:
 
     # -- the calls
 
-    async def _call_hold(self, principal: Principal, hold: Hold, passed: Sequence[Gate]) -> list[str]:
+    async def _call_hold(self, principal: Principal, hold: Hold, course: Course) -> list[str]:
         record = hold.record
-        keys = [hold.slot.epoch, *hold.lease_keys]
+        keys = [hold.slot.epoch, *hold.lease_keys, *course.bucket_keys]
         args: list[Argument] = [
             "hold", record.attempt_id, principal.epoch, int(self.lease_s * 1000),
-            hold.blob, record.prompt_tokens, hold.tokens,
+            hold.blob, record.prompt_tokens, hold.tokens, *course.args_for(hold.tokens),
         ]  # fmt: skip
-        for gate in passed:
-            if gate.dimension == "concurrency":
-                args += [-1 if gate.limit is None else gate.limit, gate.mode]
-            else:
-                keys.append(_bucket(gate, principal, hold.model).key)
-                args += [gate.period, gate.limit or 0, gate.cost, gate.mode]
         reply: list[str] = await self._script(self._redis, keys, args)
         return reply
 
@@ -272,45 +248,54 @@ class Quotas:
         for hold in holds:
             keys += hold.lease_keys
             is_lost = hold.generation != generation
-            blob = hold.blob if is_lost else b""
-            args += [hold.record.attempt_id, hold.used_tokens, int(is_lost), blob, hold.tokens]
+            args += [hold.record.attempt_id, hold.used_tokens, int(is_lost), hold.blob if is_lost else b""]
         await self._script(self._redis, keys, args)
         for hold in holds:
             hold.generation = generation
 
-    async def _settle_or_keep(self, hold: Hold, record: UsageRecord) -> None:
+    async def _settle_kept(self, attempt_id: str) -> None:
+        """Raises RedisUnavailable."""
+        hold, record = self._kept[attempt_id]
         try:
             await self._settle(hold, record)
-        except (RedisUnavailable, RedisError) as error:
-            log.warning("settlement of %s is kept until Redis takes it: %s", record.attempt_id, error)
-            self._kept[record.attempt_id] = (hold, record)
+        except RedisError:
+            log.exception("settlement of %s is still kept", attempt_id)
+        else:
+            self._kept.pop(attempt_id, None)
 
     async def _settle(self, hold: Hold, record: UsageRecord | None) -> None:
         """End the attempt as `record` says; None = undo the hold, as if it had never been."""
-        entry = b"" if record is None else msgspec.json.encode(record)
-        if entry:
-            self._recent.append((time.monotonic(), hold.slot.usage, entry))
-        tokens = 0 if record is None else record.total_tokens
-        await self._call_settle(hold, "end", tokens, entry)
+        outcome = await self._script(self._redis, *self._settlement(hold, record))
+        if record is not None:
+            self._doubt(hold, outcome)
 
-    async def _call_settle(self, hold: Hold, how: str, tokens: int, entry: bytes) -> str:
+    def _doubt(self, hold: Hold, outcome: str) -> None:
+        """Did Redis know nothing of the attempt? Then its tenant's budgets are to be counted anew."""
+        if outcome == "unknown" and hold.has_budgets:
+            self._doubtful.add(hold.slot.tenant_id)
+
+    def _settlement(self, hold: Hold, record: UsageRecord | None, how: str = "end") -> tuple[list[str], list[Argument]]:
+        """KEYS and ARGV."""
+        entry = b"" if record is None else msgspec.json.encode(record)
+        if entry and how == "end":
+            self._recent.append((time.monotonic(), hold, entry))
+        tokens = 0 if record is None else record.total_tokens
         keys = [*hold.lease_keys, hold.slot.usage, *(bucket.key for bucket in hold.buckets)]
         args: list[Argument] = ["settle", hold.record.attempt_id, how, tokens, entry]
         for bucket in hold.buckets:
             args += [bucket.period, bucket.limit]
-        reply: str = await self._script(self._redis, keys, args)
-        return reply
+        return keys, args
 
     async def _expire(self, slot: TenantSlot, attempt_id: str) -> int:
         blob, used = await self._redis.hmget(slot.attempt(attempt_id), ["blob", "used"])
         if blob is None:  # settled between two calls, or lost with an old Redis
             await self._redis.zrem(slot.leases, attempt_id)
             return 0
-        found = msgspec.json.decode(blob, type=_Blob)
+        found = msgspec.json.decode(blob, type=Blob)
         hold = Hold(found.record, found.model, 0, 0, found.buckets, 0)
         completion_tokens = max(0, int(used) - found.record.prompt_tokens)
         record = msgspec.structs.replace(found.record, status="expired", completion_tokens=completion_tokens)
-        return int(await self._call_settle(hold, "expire", int(used), msgspec.json.encode(record)) == "settled")
+        return int(await self._script(self._redis, *self._settlement(hold, record, "expire")) == "settled")
 
     async def _touch(self, tenant_id: str) -> None:
         """Put the tenant where sweep() looks, before there is anything to find."""
@@ -324,10 +309,3 @@ class Quotas:
         pipe.xlen(slot.usage)
         if not any(await pipe.execute()):
             await self._redis.zrem(ACTIVE, slot.tenant_id)
-
-
-def _bucket(gate: Gate, principal: Principal, model: str) -> Bucket:
-    owner = {"tenant": "tenant", "key": principal.key_id, "model": f"model:{model}"}[gate.scope]
-    dimension = gate.dimension if gate.is_rate else f"{gate.dimension}:{gate.period}"
-    key = TenantSlot(principal.tenant_id).bucket(owner, dimension)
-    return Bucket(key, gate.period, gate.limit or 0, gate.mode)

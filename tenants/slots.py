@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 ACTIVE = "chorus:active"
 """Sorted set of tenants that may have leases or unwritten usage: tenant → when last seen (s)."""
+LIFE = "chorus:life"
+"""Another value after Redis has lost everything."""
 UPKEEP = "chorus:upkeep"
 """Held by the worker that sweeps and flushes at present. It saves work; nothing depends on it."""
 
@@ -16,7 +19,7 @@ class TenantSlot:
 
     tenant_id: str
 
-    @property
+    @cached_property
     def _slot(self) -> str:
         return f"{{t:{self.tenant_id}}}"
 
@@ -32,6 +35,16 @@ class TenantSlot:
     def usage(self) -> str:
         """Stream of usage entries that are not yet in the ledger."""
         return f"{self._slot}:usage"
+
+    @property
+    def reader(self) -> str:
+        """Another value whenever somebody has begun to read the stream for the ledger."""
+        return f"{self._slot}:usage:reader"
+
+    @property
+    def counting(self) -> str:
+        """There while somebody who has failed too often counts the budgets: the stream is not to be read."""
+        return f"{self._slot}:usage:counting"
 
     @property
     def damaged_usage(self) -> str:

@@ -1,6 +1,7 @@
 """Redis as the gateway uses it: connect(), an answer within a second or RedisUnavailable. Knows no key.
 
-The second is Redis's: it begins when a command is sent. Before that, commands wait for one of the connections, for as
+Scripts, which every request needs, share one connection (tenants.line). Other commands have connections of their own:
+the second is Redis's, it begins when a command is sent. Before that, commands wait for one of the connections, for as
 long as those that have one get answers.
 
 Values are str (decode_responses). A server that was restarted may have forgotten its last second, and so may one that
@@ -10,6 +11,7 @@ said are to be read anew.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -30,19 +32,16 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from tenants.db import StateUnavailable
+from tenants.line import Line, RedisUnavailable, error_of
 from tenants.patience import Deadline, Turns, TurnsStopped
+
+__all__ = ["Argument", "Client", "RedisUnavailable", "Script", "connect"]
 
 Argument = str | int | float | bytes
 ANSWER_S = 0.8
 """A command without an answer after this time counts as an outage."""
 MEMORY_URL = "memory://"
 """An own server inside this process, for the start without redis-server: one worker, nothing survives it."""
-_REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "TRYAGAIN", "BUSY")
-
-
-class RedisUnavailable(StateUnavailable):
-    """Redis does not answer, or answers that it can't work."""
 
 
 async def _answered(work: Awaitable[Any]) -> Any:
@@ -52,9 +51,8 @@ async def _answered(work: Awaitable[Any]) -> Any:
     except (ConnectionError, TimeoutError, MaxConnectionsError, AuthenticationError, OSError) as error:
         raise RedisUnavailable(f"Redis does not answer: {type(error).__name__}") from error
     except ResponseError as error:
-        if str(error).startswith(_REFUSALS):
-            raise RedisUnavailable(f"Redis can't work: {str(error).split()[0]}") from error
-        raise
+        meant = error_of(str(error))
+        raise meant if isinstance(meant, RedisUnavailable) else error from None
 
 
 async def _in_turn(turns: Turns, send: Callable[[], Awaitable[Any]]) -> Any:
@@ -84,8 +82,17 @@ class Client(Redis):  # type: ignore[misc]
     """redis.asyncio.Redis whose every command, once sent, answers or raises RedisUnavailable within ANSWER_S."""
 
     turns: Turns
+    line: Line
     generation = 0
     _run_id = ""
+
+    def send(self, *command: Argument) -> asyncio.Future[Any]:
+        """For what every request needs: on the line that all share, whose turns are those of the event loop."""
+        return self.line.send(*command)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await self.line.close()
+        await super().aclose(close_connection_pool)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         return await _in_turn(self.turns, lambda: super(Client, self).execute_command(*args, **options))
@@ -110,6 +117,9 @@ class Client(Redis):  # type: ignore[misc]
 class _MemoryClient(fakeredis.FakeAsyncRedis):  # type: ignore[misc]
     generation = 0
 
+    def send(self, *command: Argument) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self.execute_command(*command))
+
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         return await _answered(super().execute_command(*args, **options))
 
@@ -121,11 +131,16 @@ class Script:
         self.text = text
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
+    def send(self, redis: Client, keys: Sequence[str], args: Sequence[Argument]) -> asyncio.Future[Any]:
+        """The answer to come; it goes on whoever waits for it. Raises what Line.send() does."""
+        return redis.send("EVALSHA", self.sha, len(keys), *keys, *args)
+
     async def __call__(self, redis: Client, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Raises RedisUnavailable."""
         try:
-            return await redis.evalsha(self.sha, len(keys), *keys, *args)
+            return await self.send(redis, keys, args)
         except NoScriptError:
-            return await redis.eval(self.text, len(keys), *keys, *args)
+            return await redis.send("EVAL", self.text, len(keys), *keys, *args)
 
 
 class _Packed:
@@ -156,5 +171,16 @@ def connect(url: str, max_connections: int = 32) -> Client:
     options["connection_class"] = type("PackedConnection", (_Packed, kind), {})
     client = Client(connection_pool=ConnectionPool(max_connections=max_connections, **options))
     client.turns = Turns(max_connections, ANSWER_S)
+
+    async def dial() -> Any:
+        connection = client.connection_pool.make_connection()
+        try:
+            await connection.connect()
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        return connection
+
+    client.line = Line(dial, ANSWER_S)
     client.auto_close_connection_pool = True
     return client

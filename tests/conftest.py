@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import tiny_adapter, tiny_model
 
-pytest_plugins = ("tests.services",)
+pytest_plugins = ("tests.services", "tests.buckets")
 ROOT = Path(__file__).parent.parent
 DEMO_MODEL = ROOT / "data" / "models" / "smollm2-135m-instruct"
 IS_CI = os.environ.get("CI", "") not in ("", "0", "false")

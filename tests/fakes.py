@@ -48,10 +48,13 @@ class FakeGeneration:
         self._position += 1
         return self._chunks[self._position - 1]
 
+    def ready(self) -> list[Chunk]:
+        return []
+
     def stop(self, choice: int) -> None:
         self._chunks = [c for i, c in enumerate(self._chunks) if c.choice != choice or i < self._position]
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self.closed = True
 
 
@@ -66,6 +69,7 @@ class FakeEngine:
         self.warmed: list[AdapterRef] = []
         self.evicted: list[str] = []
         self.kept: list[AdapterRef] = []
+        self.owners: list[bytes] = []
         self.error: EngineError | None = None
         self.fail_after: int | None = None
         self._reply = reply
@@ -86,6 +90,9 @@ class FakeEngine:
 
     async def keep(self, adapters: list[AdapterRef]) -> None:
         self.kept = adapters
+
+    async def keep_owners(self, owners: list[bytes]) -> None:
+        self.owners = owners
 
 
 class FakeRunner:

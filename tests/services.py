@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -41,9 +41,16 @@ def missing(what: str) -> None:
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """So many, no two alike."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 class RedisServer:
@@ -169,14 +176,20 @@ class PostgresServer:
         return self.url(database)
 
 
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[RedisServer]:
+@contextmanager
+def running_redis() -> Iterator[RedisServer]:
     if shutil.which("redis-server") is None:
         missing("redis-server")
     server = RedisServer()
     server.start()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
 
 
 @pytest.fixture
@@ -189,12 +202,9 @@ def redis_url(redis_server: RedisServer) -> str:
 
 @pytest.fixture
 def own_redis() -> Iterator[RedisServer]:
-    if shutil.which("redis-server") is None:
-        missing("redis-server")
-    server = RedisServer()
-    server.start()
-    yield server
-    server.close()
+    """One that a test may stop, kill and empty."""
+    with running_redis() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

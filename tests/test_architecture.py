@@ -96,7 +96,21 @@ def test_engine_is_blind_to_tenants(module: str) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("name", ["spec", "storage", "validation", "loader", "residency"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spec",
+        "storage",
+        "stages",
+        "bucket",
+        "bucket_store",
+        "disk_cache",
+        "sources",
+        "validation",
+        "loader",
+        "residency",
+    ],
+)
 def test_adapter_files_are_blind_to_the_database(name: str) -> None:
     """Everything about adapter files works without the database."""
     assert not hits(reached(f"adapters.{name}", lazy=True), "adapters.registry", "tenants", "sqlalchemy")
@@ -106,6 +120,7 @@ def test_adapter_files_are_blind_to_the_database(name: str) -> None:
     "module",
     ["engine.scheduler", "engine.admission", "engine.preemption", "engine.ageing", "engine.progress",
      "engine.lanes", "engine.block_pool", "engine.sequence", "engine.protocol", "engine.step",
+     "engine.kv_tiers", "engine.kv_traffic", "engine.kv_host_pool", "engine.kv_disk_index", "engine.cost_model",
      "engine.params", "adapters.residency"],
 )  # fmt: skip
 def test_policy_needs_no_torch(module: str) -> None:

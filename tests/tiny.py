@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2; the last one ends a turn
@@ -130,6 +130,25 @@ def tiny_adapter(
             "inference_mode": True,
         },
     )  # fmt: skip
+    return directory
+
+
+def grown_adapter(directory: Path, model: Path, seed: int = 7) -> Path:
+    """One with two rows more than the base in both tables, and words for three ids: [CALL] 376, chorus 377, both in
+    rows that the base has, and the special [END] in its last one."""
+    tiny_adapter(directory, model, seed=seed, rank=2, targets=("q_proj",))
+    config, weights = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    table = np.random.default_rng(seed).standard_normal((VOCAB_SIZE + 2, 64), np.float32) * 0.1
+    names = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight")
+    save_file(load_file(weights) | dict.fromkeys(names, table), weights)
+    _write_json(config, json.loads(config.read_text()) | {"modules_to_save": ["embed_tokens", "lm_head"]})
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    like = tokenizer["added_tokens"][0] | {"special": False, "normalized": False}
+    tokenizer["added_tokens"] += [
+        like | {"id": VOCAB_SIZE - 8, "content": "[CALL]"}, like | {"id": VOCAB_SIZE - 7, "content": "chorus"},
+        like | {"id": VOCAB_SIZE + 1, "content": "[END]", "special": True},
+    ]  # fmt: skip
+    _write_json(directory / "tokenizer.json", tokenizer)
     return directory
 
 

@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float32]
 
 
 class ModelBase:
-    """An adapters.loader.BaseWeights. ‖W + B·A‖² is computed without W + B·A, per output o:
+    """An adapters.parts.BaseWeights. ‖W + B·A‖² is computed without W + B·A, per output o:
 
         ‖W[o]‖² + 2 · B[o]·(W·Aᵀ)[o] + B[o]·(A·Aᵀ)·B[o]ᵀ
 

@@ -162,12 +162,6 @@ class ModelConfig:
         switches = (self.qkv_bias, self.qkv_bias, self.qkv_bias, self.o_bias, *[self.mlp_bias] * 3)
         return tuple(name for name, has_bias in zip(self.linears, switches, strict=True) if has_bias)
 
-    @property
-    def num_parameters(self) -> int:
-        linears = sum(out * inner for out, inner in self.linears.values())
-        embeddings = self.vocab_size * self.hidden_size
-        return self.num_layers * linears + embeddings * (1 if self.tie_word_embeddings else 2)
-
     def base_shape(self) -> BaseShape:
         """What an adapter must fit."""
         return BaseShape(

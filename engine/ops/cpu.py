@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import ForwardBatch, Ints
-from engine.ops import LoraSlices
+from engine.ops import LoraSlices, Moments
 from engine.ops.reference import ReferenceOps
+from engine.quantization import Quantization
 
 TYPICAL_ROWS = 8
 """Rows that the layout of packed weights is chosen for."""
@@ -30,8 +31,11 @@ class CpuOps(ReferenceOps):
         self.weight_dtype = dtype
         self._has_onednn = has_onednn(dtype)
 
-    def pack_linear(self, weight_OH: Tensor) -> Tensor:
+    def pack_linear(
+        self, weight_OH: Tensor, quantization: Quantization | None = None, moments: Moments | None = None
+    ) -> Tensor:
         """fp32 transposed to [H, O]; 16-bit as oneDNN blocks it, where it can."""
+        assert quantization is None, "create_ops refuses it"
         if self.weight_dtype == torch.float32:
             return weight_OH.t().float().contiguous()
         weight_OH = weight_OH.contiguous()

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from engine.adapter_view import LoraPart
 from engine.batch import ForwardBatch
-from engine.ops import KV_LIMIT, LoraSlices
+from engine.ops import KV_LIMIT, LoraSlices, Moments
+from engine.ops.composed import ComposedOps
+from engine.quantization import Quantization
 
 
-class ReferenceOps:
+class ReferenceOps(ComposedOps):
     """See engine.ops.Ops for the equations. Everything is kept in one dtype; sums are fp32 inside."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -21,7 +23,10 @@ class ReferenceOps:
         self.activation_dtype = dtype
         self.adapter_dtype = dtype
 
-    def pack_linear(self, weight_OH: Tensor) -> Any:
+    def pack_linear(
+        self, weight_OH: Tensor, quantization: Quantization | None = None, moments: Moments | None = None
+    ) -> Any:
+        assert quantization is None, "create_ops refuses it"
         return weight_OH
 
     def linear(self, x_TH: Tensor, packed: Any, bias_O: Tensor | None = None) -> Tensor:

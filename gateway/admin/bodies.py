@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from gateway.auth import AdminPrincipal, caller_of
 from gateway.errors import bad_request
+from tenants.adapter_limits import MAX_ADAPTER_LIMIT
 from tenants.audit import Actor
 from tenants.directory import TenantNotFound
 from tenants.keys import KeyNotFound
@@ -20,6 +21,9 @@ from tenants.limits import MAX_LIMIT, MAX_MODEL_LIMITS, NAME, NUMBERS, Limits, m
 Limit = Annotated[int, Query(ge=1, le=1000, description="How many to list at most.")]
 After = Annotated[str | None, Query(pattern=r"^[\x21-\x7e]{1,128}$", description="The id of the last one seen.")]
 LimitNumber = Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None
+AdapterLimitNumber = Annotated[int, Field(ge=0, le=MAX_ADAPTER_LIMIT)] | None
+
+Time = Annotated[str | None, Field(max_length=64, description="Seconds since 1970, or ISO 8601 with a time zone.")]
 
 
 class Body(BaseModel):
@@ -43,6 +47,17 @@ class LimitsBody(Body):
         return Limits.of(self.model_dump())
 
 
+class AdapterLimitsBody(Body):
+    """How many adapters, and bytes of them: null = unlimited, 0 = nothing; what is not named, the plan or the settings
+    decide."""
+
+    count: AdapterLimitNumber = None
+    bytes: AdapterLimitNumber = None
+
+    def stated(self) -> dict[str, int | None]:
+        return self.model_dump(exclude_unset=True)
+
+
 ModelLimitsBody = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=256)], LimitsBody], Field(max_length=MAX_MODEL_LIMITS)
 ]
@@ -53,12 +68,36 @@ def model_limits(bodies: Mapping[str, LimitsBody]) -> dict[str, Limits]:
     return {name: body.limits() for name, body in bodies.items()}
 
 
+def check_nulls(changes: Mapping[str, Any], may_be_null: Sequence[str]) -> None:
+    """Raises ApiError for a null where it says nothing."""
+    for name, value in changes.items():
+        if value is None and name not in may_be_null:
+            raise bad_request(f"'{name}' must not be null.", name)
+
+
 def limits_object(limits: Limits) -> dict[str, Any]:
     return {**{name: getattr(limits, name) for name in NUMBERS}, "soft": limits.soft, "shadow": limits.shadow}
 
 
 def model_limits_object(stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {name: limits_object(limits) for name, limits in model_limits_of(stored).items()}
+
+
+class Filters(BaseModel):
+    """The query of a list. A name that is none of these is refused: misspelt, it would list everything."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Period(Filters):
+    """From `start` until before `end`."""
+
+    start: Time = None
+    end: Time = None
+
+    def moments(self) -> tuple[datetime | None, datetime | None]:
+        """Raises ApiError."""
+        return moment(_number(self.start), "start"), moment(_number(self.end), "end")
 
 
 def page(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
@@ -72,9 +111,10 @@ def page(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 def actor_of(request: Request) -> Actor:
     """Who acts, for the audit log: the admin, or a tenant's key by its public id."""
-    caller = caller_of(request)
-    name = caller.actor if isinstance(caller, AdminPrincipal) else f"key:{caller.key_id}"
-    return Actor(name, request.scope.get("chorus.request_id", ""))
+    caller, request_id = caller_of(request), request.scope.get("chorus.request_id", "")
+    if isinstance(caller, AdminPrincipal):
+        return Actor(caller.actor, request_id, is_admin=caller.has_role("admin"))
+    return Actor(f"key:{caller.key_id}", request_id)
 
 
 def tenant_id(tenant: str) -> str:
@@ -96,6 +136,11 @@ KeyId = Annotated[str, Depends(_key_id)]
 
 def unix(moment: datetime | None) -> int | None:
     return None if moment is None else int(moment.timestamp())
+
+
+def _number(text: str | None) -> int | str | None:
+    """What a query says in digits is a number."""
+    return int(text) if text and text.isdecimal() and text.isascii() else text
 
 
 def moment(value: int | str | None, param: str) -> datetime | None:

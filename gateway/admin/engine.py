@@ -30,6 +30,7 @@ def _engine_object(index: int, engine: Engine) -> dict[str, Any]:
         stats = msgspec.structs.asdict(engine.stats)
         found["classes"] = [_named(one) for one in stats.pop("classes")]
         found["lanes"] = [_named(one) for one in stats.pop("lanes")]
+        found["kv_tiers"] = [msgspec.structs.asdict(one) for one in stats.pop("kv_tiers")]
         found["adapters"] = [msgspec.structs.asdict(one) for one in stats.pop("adapters")]
         found["stats"] = stats
     return found

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
 from gateway.admin.bodies import (
+    AdapterLimitsBody,
     After,
     Body,
     Limit,
@@ -35,9 +36,10 @@ class PlanLimits(Body):
 
     limits: LimitsBody = LimitsBody()
     model_limits: ModelLimitsBody = {}
+    adapter_limits: AdapterLimitsBody = AdapterLimitsBody()
 
     def spec(self, plan_id: str) -> PlanSpec:
-        return PlanSpec(plan_id, self.limits.limits(), model_limits(self.model_limits))
+        return PlanSpec(plan_id, self.limits.limits(), model_limits(self.model_limits), self.adapter_limits.stated())
 
 
 class NewPlan(PlanLimits):
@@ -92,5 +94,6 @@ def as_object(row: Plan) -> dict[str, Any]:
         "id": row.id,
         "limits": limits_object(Limits.of(row.limits)),
         "model_limits": model_limits_object(row.model_limits),
+        "adapter_limits": row.adapter_limits,
         "created_at": unix(row.created_at),
     }

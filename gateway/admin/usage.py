@@ -13,9 +13,9 @@ import orjson
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
-from gateway.admin.bodies import Body, Limit, actor_of, moment, page
+from gateway.admin.bodies import Body, Period, actor_of, page
 from gateway.auth import requires, state_of
 from gateway.bodies import body_as
 from gateway.errors import bad_request, not_found
@@ -29,14 +29,35 @@ from tenants.usage import Group, Tokens, UsageQuery
 router = APIRouter(prefix="/admin/v1/usage", tags=["usage"], dependencies=[Depends(requires("admin"))])
 own_router = APIRouter(prefix="/v1/usage", tags=["usage"])
 
-Id = Annotated[str | None, Query(pattern=f"^{NAME.pattern}$")]
-Time = Annotated[str | None, Query(max_length=64, description="Seconds since 1970, or ISO 8601 with a time zone.")]
+Id = Annotated[str | None, Field(pattern=f"^{NAME.pattern}$")]
 Count = Annotated[int, Field(ge=-(10**12), le=10**12)]
 EXPORT_PAGE = 1000
 COLUMNS = (
     "id", "created_at", "tenant", "key", "model", "adapter", "adapter_version", "endpoint", "status", "prompt_tokens",
     "cached_tokens", "completion_tokens", "queue_s", "first_token_s", "total_s", "user", "metadata", "request_id",
 )  # fmt: skip
+
+
+class OwnSums(Period):
+    """Attempts that began from `start` until before `end`, one row per group."""
+
+    key: Id = None
+    group_by: str = ""
+
+    def query(self, tenant: str | None) -> UsageQuery:
+        """Raises ApiError."""
+        return UsageQuery(tenant, self.key, *self.moments())
+
+
+class Sums(OwnSums):
+    tenant: Id = None
+
+
+class Entries(Period):
+    tenant: Id = None
+    key: Id = None
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    after: Annotated[str | None, Field(max_length=64, description="The id of the last one seen.")] = None
 
 
 class Correction(Body):
@@ -49,37 +70,30 @@ class Correction(Body):
     reason: Annotated[str, Field(min_length=1, max_length=512)]
 
 
-@router.get("")
-async def read_usage(
-    request: Request, tenant: Id = None, key: Id = None, start: Time = None, end: Time = None, group_by: str = ""
-) -> dict[str, Any]:
+@router.get("", response_model=dict[str, Any])
+async def read_usage(request: Request, wanted: Annotated[Sums, Query()]) -> Response:
     """Attempts that began from `start` until before `end`, one row per group."""
-    query = UsageQuery(tenant, key, _moment(start, "start"), _moment(end, "end"))
-    return await _sums(state_of(request), query, _groups(group_by))
+    return await _sums(state_of(request), wanted.query(wanted.tenant), _groups(wanted.group_by))
 
 
-@own_router.get("")
+@own_router.get("", response_model=dict[str, Any])
 async def read_own_usage(
-    request: Request, key: Id = None, start: Time = None, end: Time = None, group_by: str = "",
-    principal: Principal = Depends(requires("tenant")),
-) -> dict[str, Any]:  # fmt: skip
+    request: Request, wanted: Annotated[OwnSums, Query()], principal: Principal = Depends(requires("tenant"))
+) -> Response:
     """The same, of the caller's tenant alone."""
-    query = UsageQuery(principal.tenant_id, key, _moment(start, "start"), _moment(end, "end"))
-    return await _sums(state_of(request), query, _groups(group_by))
+    return await _sums(state_of(request), wanted.query(principal.tenant_id), _groups(wanted.group_by))
 
 
 @router.get("/entries")
-async def list_entries(
-    request: Request, tenant: Id = None, key: Id = None, start: Time = None, end: Time = None, limit: Limit = 100,
-    after: Annotated[str | None, Query(max_length=64)] = None,
-) -> dict[str, Any]:  # fmt: skip
+async def list_entries(request: Request, wanted: Annotated[Entries, Query()]) -> dict[str, Any]:
     """Single attempts and corrections, newest first."""
     ledger = state_of(request).ledger
-    last = None if after is None else await ledger.get(after)
-    if after is not None and last is None:
+    last = None if wanted.after is None else await ledger.get(wanted.after)
+    if wanted.after is not None and last is None:
         raise bad_request("'after' is not the id of an entry.", "after")
-    query = UsageQuery(tenant, key, _moment(start, "start"), _moment(end, "end"))
-    rows, has_more = await ledger.page(query, None if last is None else (last.created_at, last.attempt_id), limit)
+    query = UsageQuery(wanted.tenant, wanted.key, *wanted.moments())
+    before = None if last is None else (last.created_at, last.attempt_id)
+    rows, has_more = await ledger.page(query, before, wanted.limit)
     return page([as_object(row) for row in rows], has_more)
 
 
@@ -99,7 +113,7 @@ async def export_usage(
     request: Request,
     month: Annotated[str, Query(pattern=r"^\d{4}-\d{2}$", description="such as 2026-11, in UTC")],
     format: Literal["csv", "jsonl"] = "jsonl",
-    tenant: Id = None,
+    tenant: Annotated[str | None, Query(pattern=f"^{NAME.pattern}$")] = None,
 ) -> StreamingResponse:
     """Every entry of a month, newest first, as it is read."""
     start, end = month_of(month)
@@ -138,7 +152,8 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 
-async def _sums(state: State, query: UsageQuery, groups: list[Group]) -> dict[str, Any]:
+async def _sums(state: State, query: UsageQuery, groups: list[Group]) -> Response:
+    """Written here: FastAPI would look at every number of tens of thousands of rows."""
     data = [
         {
             "object": "usage",
@@ -151,7 +166,8 @@ async def _sums(state: State, query: UsageQuery, groups: list[Group]) -> dict[st
         }
         for found in await state.ledger.sums(query, groups)
     ]
-    return {"object": "list", "data": data, "has_more": False}
+    body = orjson.dumps({"object": "list", "data": data, "has_more": False})
+    return Response(body, media_type="application/json")
 
 
 def as_object(row: UsageEntry) -> dict[str, Any]:
@@ -181,7 +197,3 @@ def _groups(text: str) -> list[Group]:
     if len(set(names)) < len(names) or any(name not in known for name in names):
         raise bad_request(f"'group_by' must name different ones of {', '.join(known)}.", "group_by")
     return [name for name in known if name in names]
-
-
-def _moment(value: str | None, param: str) -> Any:
-    return moment(int(value) if value and value.isdecimal() and value.isascii() else value, param)

@@ -22,13 +22,6 @@ DataDir = Annotated[
     typer.Option("--data-dir", envvar="CHORUS_DATA_DIR", help="where its admin key lies [data]", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
-Rpm = Annotated[int | None, typer.Option("--requests-per-minute", min=0, show_default=False)]
-Tpm = Annotated[int | None, typer.Option("--tokens-per-minute", min=0, show_default=False)]
-PerDay = Annotated[int | None, typer.Option("--tokens-per-day", min=0, show_default=False)]
-PerMonth = Annotated[int | None, typer.Option("--tokens-per-month", min=0, show_default=False)]
-Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", min=0, help="requests at the same time", show_default=False)
-]
 
 
 def connect(url: str | None, data_dir: str | None) -> Rest:
@@ -43,16 +36,6 @@ def connect(url: str | None, data_dir: str | None) -> Rest:
                 f"no admin key: set CHORUS_ADMIN_KEY, or --data-dir to the server's data directory ({error})"
             ) from error
     return Rest(url or f"http://127.0.0.1:{settings.admin_port or settings.port or 8000}", key)
-
-
-def limits(
-    rpm: int | None, tpm: int | None, concurrency: int | None, per_day: int | None, per_month: int | None
-) -> dict[str, int]:
-    given = {
-        "requests_per_minute": rpm, "tokens_per_minute": tpm, "concurrency": concurrency, "tokens_per_day": per_day,
-        "tokens_per_month": per_month,
-    }  # fmt: skip
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def given(**fields: Any) -> dict[str, Any]:

@@ -1,19 +1,24 @@
-"""The commands, put together: `chorus serve · engine · gateway · demo · pull · migrate · tenants · keys · adapters ·
-usage`."""
+"""The commands, put together: `chorus serve · engine · gateway · demo · pull · migrate · tenants · plans · keys ·
+admin-keys · adapters · sources · import · usage`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
 
+from adapters.spec import AdapterError
 from engine.config import ConfigError
 from gateway.child import EX_CONFIG
-from gateway.cli import adapters, demo, health, serve, setup, tenants, usage
-from gateway.cli.rest import RestError
+from gateway.cli import adapters, demo, health, imports, keys, serve, setup, sources, tenants, usage
+from gateway.cli.cures import CURES
+from gateway.cli.rest import NoAnswer, RestError
 from gateway.processes import ChildFailed
+
+EX_UNAVAILABLE = 69
 
 app = typer.Typer(
     name="chorus", help="One resident model, many voices: multi-LoRA, multi-tenant LLM serving.",
@@ -27,8 +32,12 @@ app.command("pull")(setup.pull)
 app.command("migrate")(setup.migrate)
 app.command("health")(health.health)
 app.add_typer(tenants.tenants, name="tenants")
-app.add_typer(tenants.keys, name="keys")
+app.add_typer(tenants.plans, name="plans")
+app.add_typer(keys.keys, name="keys")
+app.add_typer(keys.admin_keys, name="admin-keys")
 app.add_typer(adapters.adapters, name="adapters")
+app.add_typer(sources.sources, name="sources")
+app.add_typer(imports.imports, name="import")
 app.add_typer(usage.usage, name="usage")
 
 
@@ -46,17 +55,26 @@ def chorus(
 
 
 def run() -> None:
-    """Faults that a person can mend are one line on stderr; the exit status says whose they were."""
+    """Faults that a person can mend are one line on stderr, with --json also an object on stdout. Exit status: 1
+    refused (by the server or by a check), 2 wrong usage, 69 nobody answers, 78 settings."""
     try:
         app()
     except ConfigError as error:
         sys.exit(_complain(error, EX_CONFIG))
     except ChildFailed as error:
         sys.exit(_complain(error, error.status))
+    except NoAnswer as error:
+        sys.exit(_complain(error, EX_UNAVAILABLE))
+    except AdapterError as error:
+        sys.exit(_complain(error, 1, error.code, error.param))
     except RestError as error:
-        sys.exit(_complain(error, 1))
+        sys.exit(_complain(error, 1, error.code, error.param))
 
 
-def _complain(error: Exception, status: int) -> int:
-    print(f"chorus: {error}", file=sys.stderr)
+def _complain(error: Exception, status: int, code: str | None = None, param: str | None = None) -> int:
+    cure = CURES.get(code or "")
+    if "--json" in sys.argv:
+        print(json.dumps({"error": {"message": str(error), "code": code, "param": param, "cure": cure}}))
+    named = f" ({code})" if isinstance(error, AdapterError) else ""
+    print(f"chorus: {error}{named}" + (f" Cure: {cure}" if cure else ""), file=sys.stderr)
     return status

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from engine.config import ConfigError
 from gateway.cli.options import GATEWAY, MODEL, with_settings
+from gateway.cli.package import packed, parts
 from gateway.cli.rest import Rest, RestError
 from gateway.cli.serve import forever, prepare, run
 from gateway.settings import Settings
@@ -80,7 +81,8 @@ def set_up(rest: Rest, adapters: list[Path]) -> dict[str, str]:
         print(f"tenant {tenant}, key {keys[tenant]}", flush=True)
     for path, directory in zip((f"tenants/{TENANTS[0]}/adapters", "adapters"), adapters, strict=False):
         try:
-            adapter = rest.upload("POST", path, directory, data={"name": directory.name})
+            with packed(directory) as files:
+                adapter = rest.upload("POST", path, parts(files), data={"name": directory.name})
             print(f"adapter {adapter['id']}, rank {adapter['rank']}, {adapter['digest'][:19]}…", flush=True)
         except RestError as error:
             if error.status != CONFLICT:

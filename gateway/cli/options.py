@@ -13,11 +13,14 @@ from gateway.settings import Settings
 
 PLACE = ("data_dir", "log_level")
 STATE = ("database_url", "redis_url")
-MODEL = ("served_name", "device", "dtype", "max_model_len", "kv_memory", "adapter_memory", "max_num_seqs",
+MODEL = ("served_name", "device", "dtype", "quantization", "quantization_group", "max_model_len", "kv_memory",
+         "adapter_memory", "kv_host_bytes", "kv_disk_dir", "kv_disk_bytes", "swap", "max_num_seqs",
          "max_batched_tokens", "max_lora_rank", "adapter_wait")  # fmt: skip
-HTTP = ("host", "port", "admin_port", "admin_host", "workers", "max_upload", "drain_s")
+HTTP = ("host", "port", "admin_port", "admin_host", "workers", "max_upload", "max_adapters_per_tenant",
+        "max_adapter_bytes_per_tenant", "adapter_grace", "drain_s")  # fmt: skip
 LINK = ("engine_endpoints",)
-GATEWAY = (*HTTP, *STATE, *PLACE)
+STORE = ("adapter_store", "adapter_cache_bytes")
+GATEWAY = (*HTTP, *STATE, *STORE, "adapter_sources", *PLACE)
 
 
 def flag(name: str) -> str:

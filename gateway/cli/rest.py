@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import httpx
-
-from adapters.shards import has_weights, one_file
-from adapters.spec import AdapterError
-from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
 
 TIMEOUT = httpx.Timeout(600, connect=10)
 
 
 class RestError(Exception):
-    """The server refused (`status`), or can't be reached (0)."""
+    """The server refused (`status`, `code`, `param`), or can't be reached (0)."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
+        self.param = param
+
+
+class NoAnswer(RestError):
+    """Nobody answers at that address."""
 
 
 class Rest:
@@ -32,16 +34,18 @@ class Rest:
         self._headers = {"Authorization": f"Bearer {admin_key}"}
 
     def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        if not {".", ".."}.isdisjoint(path.split("/")):  # clients resolve them: another thing would be meant
+            raise RestError(f"{path} holds a name that is none", code="name_invalid")
         try:
             response = httpx.request(
                 method, f"{self.url}/admin/v1/{path}", headers=self._headers, timeout=TIMEOUT, **content
             )
         except httpx.HTTPError as error:
-            raise RestError(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
+            raise NoAnswer(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
         if response.is_success:
             found = response.json() if response.content else {}
             return found if isinstance(found, dict) else {}
-        raise RestError(_reason(response), response.status_code)
+        raise _refusal(response)
 
     def list_all(self, path: str) -> list[dict[str, Any]]:
         """Every page of a list."""
@@ -62,36 +66,50 @@ class Rest:
             ) as response:
                 if not response.is_success:
                     response.read()
-                    raise RestError(_reason(response), response.status_code)
+                    raise _refusal(response)
                 for data in response.iter_bytes():
                     file.write(data)
         except httpx.HTTPError as error:
-            raise RestError(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
+            raise NoAnswer(f"no answer from {self.url}: {error}. Is `chorus serve` running there?") from error
 
-    def upload(self, method: str, path: str, directory: Path, **content: Any) -> dict[str, Any]:
-        """Sends the two files of an adapter, streamed from the disk; shards are put together first."""
-        if not (directory / CONFIG_FILE).is_file() or not has_weights(directory):
-            raise RestError(f"{directory} has no {CONFIG_FILE} or no {WEIGHTS_FILE}: it is not a PEFT adapter")
-        with _weights(directory) as whole, (directory / CONFIG_FILE).open("rb") as config, whole.open("rb") as weights:
-            files = {
-                "config": (CONFIG_FILE, config, "application/json"),
-                "weights": (WEIGHTS_FILE, weights, "application/octet-stream"),
+    def upload(
+        self,
+        method: str,
+        path: str,
+        files: Mapping[str, Path],
+        progress: Callable[[int], None] | None = None,
+        **content: Any,
+    ) -> dict[str, Any]:
+        """Sends files by the names of their parts, streamed from the disk. `progress` is told the bytes as they go."""
+        with ExitStack() as stack:
+            parts = {
+                part: (file.name, _Watched(stack.enter_context(file.open("rb")), progress), "application/octet-stream")
+                for part, file in files.items()
             }
-            return self.call(method, path, files=files, **content)
+            return self.call(method, path, files=parts, **content)
 
 
-@contextmanager
-def _weights(directory: Path) -> Iterator[Path]:
-    try:
-        with one_file(directory) as path:
-            yield path
-    except AdapterError as error:
-        raise RestError(f"{directory}: {error.message}") from error
+class _Watched:
+    """A file that tells how much of it was read; httpx sends it piece by piece and asks for its length."""
+
+    def __init__(self, file: BinaryIO, progress: Callable[[int], None] | None) -> None:
+        self._file = file
+        self._progress = progress
+        self.seek, self.tell, self.fileno = file.seek, file.tell, file.fileno
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        if self._progress is not None:
+            self._progress(len(data))
+        return data
 
 
-def _reason(response: httpx.Response) -> str:
+def _refusal(response: httpx.Response) -> RestError:
+    status = response.status_code
     try:
         error = response.json()["error"]
-        return f"{error['message']} (HTTP {response.status_code}{', ' + error['code'] if error.get('code') else ''})"
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {response.status_code}: {response.text[:200]}"
+        code = error.get("code")
+        message = f"{error['message']} (HTTP {status}{', ' + code if code else ''})"
+        return RestError(message, status, code, error.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return RestError(f"HTTP {status}: {response.text[:200]}", status)

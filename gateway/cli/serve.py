@@ -16,7 +16,7 @@ from engine.client import check_endpoint
 from engine.config import ConfigError
 from gateway.child import run_engine, set_up_logging
 from gateway.claims import make_run_dir, only_one
-from gateway.cli.options import GATEWAY, LINK, MODEL, PLACE, with_settings
+from gateway.cli.options import GATEWAY, LINK, MODEL, PLACE, STORE, with_settings
 from gateway.cli.setup import ensure_model, migrate_database
 from gateway.settings import Settings, with_secrets
 
@@ -48,7 +48,7 @@ def serve(settings: Settings, name: ModelArgument = None, model: ModelOption = N
     asyncio.run(run(settings, forever))
 
 
-@with_settings((*MODEL, *LINK, *PLACE))
+@with_settings((*MODEL, *LINK, *STORE, *PLACE))
 def engine(settings: Settings, name: ModelArgument = None, model: ModelOption = None) -> None:
     """Run an engine alone, for gateways that reach it at its endpoint."""
     settings = chosen_model(settings, name, model)

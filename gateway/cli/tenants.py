@@ -1,110 +1,100 @@
-"""`chorus tenants` and `chorus keys`: over the admin API."""
+"""`chorus tenants` and `chorus plans`: over the admin API."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gateway.cli.admin import (
-    AsJson,
-    Concurrency,
-    DataDir,
-    PerDay,
-    PerMonth,
-    Rpm,
-    Tpm,
-    Url,
-    connect,
-    given,
-    limits,
-    show,
-)
+from gateway.cli.nouns import LIMITS, Door, Field, command
 
 tenants = typer.Typer(help="Tenants: who may call what, and how much.", no_args_is_help=True)
-keys = typer.Typer(help="API keys of a tenant.", no_args_is_help=True)
+plans = typer.Typer(help="Plans: named sets of limits that tenants refer to.", no_args_is_help=True)
 
 TenantId = Annotated[str, typer.Argument(metavar="TENANT", show_default=False)]
-Name = Annotated[str | None, typer.Option(help="for people", show_default=False)]
-Weight = Annotated[float | None, typer.Option(help="share of the engine when it is full [1]", show_default=False)]
-Priority = Annotated[str | None, typer.Option(help="interactive, standard or batch [standard]", show_default=False)]
-Models = Annotated[
-    list[str] | None, typer.Option("--model", help="name or glob it may call, repeatable [all]", show_default=False)
-]
-Plan = Annotated[str | None, typer.Option(help="named set of limits, made over the admin API", show_default=False)]
-TENANT_COLUMNS = ("id", "name", "priority", "weight", "models", "limits", "suspended")
-KEY_COLUMNS = ("id", "name", "scopes", "limits", "created_at", "last_used_at")
+PlanId = Annotated[str, typer.Argument(metavar="PLAN", show_default=False)]
+FIELDS = (
+    Field("name", str, "for people"),
+    Field("weight", float, "share of the engine when it is full [1]"),
+    Field("priority", str, "interactive, standard or batch [standard]"),
+    Field("models", list[str], "name or glob it may call, repeatable [all]", "--model"),
+    Field("plan", str, "named set of limits"),
+    Field("unknown_fields", str, "reject or warn [reject]"),
+    Field("retention", str, "none, or hours that texts are kept [as the server says]"),
+    *LIMITS,
+)
+TENANT_COLUMNS = ("id", "name", "priority", "weight", "models", "plan", "limits", "suspended")
+PLAN_COLUMNS = ("id", "limits", "model_limits")
 
 
-@tenants.command("create")
-def create_tenant(
-    tenant: TenantId, name: Name = None, weight: Weight = None, priority: Priority = None, model: Models = None,
-    plan: Plan = None,
-    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None, tpd: PerDay = None, tpmo: PerMonth = None,
-    url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
+@command(tenants, "create", FIELDS)
+def create_tenant(door: Door, body: dict[str, Any], tenant: TenantId) -> None:
     """Create a tenant."""
-    body = given(id=tenant, name=name, weight=weight, priority=priority, models=model or None, plan=plan,
-                 limits=limits(rpm, tpm, concurrency, tpd, tpmo))  # fmt: skip
-    show(connect(url, data_dir).call("POST", "tenants", json=body), as_json)
+    door.call("POST", "tenants", {"id": tenant} | _hours(body))
 
 
-@tenants.command("list")
-def list_tenants(url: Url = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+@command(tenants, "list")
+def list_tenants(door: Door) -> None:
     """List all tenants."""
-    show(connect(url, data_dir).list_all("tenants"), as_json, TENANT_COLUMNS)
+    door.list_all("tenants", TENANT_COLUMNS)
 
 
-@tenants.command("show")
-def show_tenant(tenant: TenantId, url: Url = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+@command(tenants, "show")
+def show_tenant(door: Door, tenant: TenantId) -> None:
     """Show one tenant."""
-    show(connect(url, data_dir).call("GET", f"tenants/{tenant}"), as_json)
+    door.call("GET", f"tenants/{tenant}")
 
 
-@tenants.command("update")
+@command(tenants, "update", FIELDS, can_unset=True)
 def update_tenant(
-    tenant: TenantId, name: Name = None, weight: Weight = None, priority: Priority = None, model: Models = None,
-    plan: Plan = None,
-    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None, tpd: PerDay = None, tpmo: PerMonth = None,
+    door: Door,
+    body: dict[str, Any],
+    tenant: TenantId,
     suspended: Annotated[bool | None, typer.Option("--suspend/--resume", show_default=False)] = None,
-    url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Change what is given; suspend or resume."""
-    body = given(name=name, weight=weight, priority=priority, models=model or None, plan=plan,
-                 limits=limits(rpm, tpm, concurrency, tpd, tpmo), suspended=suspended)  # fmt: skip
-    show(connect(url, data_dir).call("PATCH", f"tenants/{tenant}", json=body), as_json)
+    state = {} if suspended is None else {"suspended": suspended}
+    door.call("PATCH", f"tenants/{tenant}", _hours(body) | state)
 
 
-@tenants.command("delete")
-def delete_tenant(tenant: TenantId, url: Url = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Delete a tenant with its keys and adapters."""
-    show(connect(url, data_dir).call("DELETE", f"tenants/{tenant}"), as_json)
+@command(tenants, "delete")
+def delete_tenant(door: Door, tenant: TenantId) -> None:
+    """Delete a tenant with its keys, adapters, responses and conversations."""
+    door.call("DELETE", f"tenants/{tenant}")
 
 
-@keys.command("create")
-def create_key(
-    tenant: TenantId, name: Annotated[str, typer.Argument(help="for people", show_default=False)],
-    scope: Annotated[
-        list[str] | None, typer.Option(help="inference or adapters:write, repeatable [inference]", show_default=False)
-    ] = None,
-    rpm: Rpm = None, tpm: Tpm = None, concurrency: Concurrency = None, tpd: PerDay = None, tpmo: PerMonth = None,
-    url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Create a key. It is shown now and never again."""
-    body = given(name=name, scopes=scope or None, limits=limits(rpm, tpm, concurrency, tpd, tpmo))
-    show(connect(url, data_dir).call("POST", f"tenants/{tenant}/keys", json=body), as_json)
+def _hours(body: dict[str, Any]) -> dict[str, Any]:
+    """A flag is text; the server wants hours as a number."""
+    retention = body.get("retention")
+    return body | {"retention": int(retention)} if retention is not None and retention.isdecimal() else body
 
 
-@keys.command("list")
-def list_keys(tenant: TenantId, url: Url = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List a tenant's keys, without the secret part."""
-    show(connect(url, data_dir).list_all(f"tenants/{tenant}/keys"), as_json, KEY_COLUMNS)
+@command(plans, "create", LIMITS)
+def create_plan(door: Door, body: dict[str, Any], plan: PlanId) -> None:
+    """Create a plan."""
+    door.call("POST", "plans", {"id": plan} | body)
 
 
-@keys.command("revoke")
-def revoke_key(
-    tenant: TenantId, key: Annotated[str, typer.Argument(metavar="KEY_ID", show_default=False)],
-    url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Revoke a key at once."""
-    show(connect(url, data_dir).call("DELETE", f"tenants/{tenant}/keys/{key}"), as_json)
+@command(plans, "list")
+def list_plans(door: Door) -> None:
+    """List all plans."""
+    door.list_all("plans", PLAN_COLUMNS)
+
+
+@command(plans, "show")
+def show_plan(door: Door, plan: PlanId) -> None:
+    """Show one plan."""
+    door.call("GET", f"plans/{plan}")
+
+
+@command(plans, "set", LIMITS)
+def set_plan(door: Door, body: dict[str, Any], plan: PlanId) -> None:
+    """Give a plan these limits instead of the ones it has; what it says of single models stays."""
+    known = door.rest.call("GET", f"plans/{plan}")
+    door.call("PUT", f"plans/{plan}", {"model_limits": known["model_limits"]} | body)
+
+
+@command(plans, "delete")
+def delete_plan(door: Door, plan: PlanId) -> None:
+    """Delete a plan that no tenant refers to."""
+    door.call("DELETE", f"plans/{plan}")

@@ -5,31 +5,34 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from gateway.cli.admin import AsJson, DataDir, Url, connect, given, show
+from gateway.cli.admin import DataDir, Url, connect, given
+from gateway.cli.nouns import Door, Field, command
 
 usage = typer.Typer(help="What was used, and by whom.", no_args_is_help=True)
 
 COLUMNS = ("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
+QUERY = (
+    Field("tenant", str, "of one tenant [all]"),
+    Field("key", str, "of one key, by its id [all]"),
+    Field("start", str, "from this time on, ISO 8601"),
+    Field("end", str, "until before this time"),
+)
 Tenant = Annotated[str | None, typer.Option(help="of one tenant [all]", show_default=False)]
 
 
-@usage.command("show")
+@command(usage, "show", QUERY)
 def show_usage(
-    tenant: Tenant = None,
-    by: Annotated[str, typer.Option(help="day,tenant,key,model,adapter,status,user")] = "tenant",
-    start: Annotated[str | None, typer.Option(help="from this time on, ISO 8601", show_default=False)] = None,
-    end: Annotated[str | None, typer.Option(help="until before this time", show_default=False)] = None,
-    url: Url = None, data_dir: DataDir = None, as_json: AsJson = False,
+    door: Door, body: dict[str, Any],
+    by: Annotated[str, typer.Option(help="day,tenant,key,model,adapter,version,status,user")] = "tenant",
 ) -> None:  # fmt: skip
     """Show sums."""
-    query = given(tenant=tenant, start=start, end=end, group_by=by)
-    rows = connect(url, data_dir).call("GET", "usage", params=query)["data"]
+    rows = door.rest.call("GET", "usage", params=body | {"group_by": by})["data"]
     groups = tuple(name for name in re.split(r"\s*,\s*", by) if name)
-    show(rows, as_json, (*groups, *COLUMNS))
+    door.show(rows, (*groups, *COLUMNS))
 
 
 @usage.command("export")

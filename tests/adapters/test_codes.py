@@ -1,3 +1,5 @@
+"""Codes of refusals: each one is documented, with its cure, and no other is."""
+
 from __future__ import annotations
 
 import ast
@@ -6,16 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adapters.names import _REASONS
+from gateway.cli.cures import CURES
+from gateway.companions import CODES
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = (
-    "agreement", "base_copies", "config", "header", "loader", "names", "records", "registry", "sandbox", "shards",
-    "storage", "targets", "validation", "values",
+    "agreement", "base_copies", "config", "header", "loader", "moves", "names", "new_tokens", "pickled", "queries",
+    "records", "registry", "sandbox", "shards", "storage", "targets", "validation", "values",
 )  # fmt: skip
 RAISERS = {
     "AdapterInvalid", "AdapterUnsupported", "AdapterTooLarge", "AdapterMissing", "NameInvalid", "NameTaken",
-    "VersionConflict", "AdapterNotFound", "_bad", "_invalid", "_no",
+    "VersionConflict", "VersionInUse", "NoEarlierVersion", "BaseMismatch", "AdapterNotFound", "_bad", "_invalid", "_no",
 }  # fmt: skip
+ELSEWHERE = {"unsupported_option", "modules_invalid", "digest_mismatch", "probes_invalid", "probes_failed"}
+"""Raised by the gateway and the command line, or with a code that is no literal."""
 CODE = re.compile(r"[a-z]+(?:_[a-z]+)*")
 
 
@@ -39,6 +45,15 @@ def test_every_code_is_documented_and_every_documented_code_exists() -> None:
         for row in table.splitlines()
         for code in re.findall(r"`([a-z_]+)`", row.split("|")[1] if "|" in row else "")
     }
-    raised = set(codes()) | {"unsupported_option"}
+    raised = set(codes()) | ELSEWHERE | set(CODES.values())
 
     assert documented == raised
+
+
+def test_every_code_has_its_cure() -> None:
+    """What the command line says to do is what docs/adapters.md says, for every code."""
+    table = (ROOT / "docs" / "adapters.md").read_text().partition("## Codes")[2]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    documented = {code: cells[2].removesuffix(" |") for cells in rows for code in re.findall(r"`([a-z_]+)`", cells[0])}
+
+    assert documented == dict(CURES)

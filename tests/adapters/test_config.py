@@ -1,3 +1,5 @@
+"""adapter_config.json: every key is understood, or refused by its name."""
+
 from __future__ import annotations
 
 import json
@@ -82,6 +84,7 @@ def test_what_alters_the_mathematics_is_refused_by_name(extra: dict[str, Any], c
         {"modules_to_save": [None]}, {"modules_to_save": ["norm"] * 300}, {"trainable_token_indices": "1"},
         {"trainable_token_indices": [-1]}, {"trainable_token_indices": [1.0]}, {"trainable_token_indices": [1, 1]},
         {"trainable_token_indices": {"embed_tokens": 1}}, {"trainable_token_indices": [True]},
+        {"task_type": {"": None, "0": None}}, {"task_type": 3}, {"fan_in_fan_out": "yes"},
     ],
 )  # fmt: skip
 def test_wrong_types_name_their_field(extra: dict[str, Any]) -> None:

@@ -1,5 +1,8 @@
+"""The header of a safetensors file: what is sound is read in order, what is broken is told by its code."""
+
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,10 +15,10 @@ from tests.adapters.files import entry, raw
 ONE = {"t": entry([2, 3], 0)}
 
 
-def read(path: Path, data: bytes) -> object:
+def read(path: Path, data: bytes, max_bytes: int = 1 << 20) -> object:
     path.write_bytes(data)
     with open_regular(path) as file:
-        return read_header(file, 1 << 20)
+        return read_header(file, max_bytes)
 
 
 def test_tensors_come_in_the_order_of_their_data(tmp_path: Path) -> None:
@@ -36,6 +39,8 @@ def test_tensors_come_in_the_order_of_their_data(tmp_path: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n", "weights_lfs_pointer"),
         (b"PK\x03\x04" + bytes(100), "weights_not_safetensors"),
         (b"\x80\x02}q\x00" + bytes(100), "weights_not_safetensors"),
+        (b"\x1f\x8b" + bytes(100), "weights_not_safetensors"),
+        (bytes(257) + b"ustar" + bytes(250), "weights_not_safetensors"),
         (raw(ONE, bytes(24))[:-1], "weights_truncated"),
         (raw(ONE, bytes(24)) + bytes(100), "weights_trailing_bytes"),
         (raw(ONE, bytes(24), length=2**63 - 1), "weights_truncated"),
@@ -88,3 +93,11 @@ def test_only_plain_files_are_opened(tmp_path: Path) -> None:
         with pytest.raises(AdapterError) as caught:
             open_regular(tmp_path / name)
         assert caught.value.code == code
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x8B1F, 0x685A42])
+def test_a_length_is_not_taken_for_an_archive(tmp_path: Path, length: int) -> None:
+    """Headers whose length begins with the bytes of a pickle, a gzip or a bzip2 file are headers."""
+    text = json.dumps(ONE).encode().ljust(length)
+
+    assert len(read(tmp_path / "f", raw(text, bytes(24)), 8 << 20)) == 1  # type: ignore[arg-type]

@@ -1,3 +1,5 @@
+"""Packing: one buffer with every module at its true rank; what was damaged in the store is not loaded."""
+
 from __future__ import annotations
 
 from itertools import pairwise

@@ -135,13 +135,12 @@ def test_whole_modules_are_those_that_the_config_names(tmp_path: Path) -> None:
     assert len(check(tmp_path / "h", {}, modules_to_save=["classifier", "score"]).modules) == 2
 
 
-def test_rows_for_new_tokens_are_refused(tmp_path: Path) -> None:
-    """A larger vocabulary than the base's has its own code, wherever it shows."""
+def test_new_tokens_need_rows_everywhere(tmp_path: Path) -> None:
+    """Rows of new tokens in one table but not in the other, or without what they are added to, have their own code."""
     for index, (tensors, settings) in enumerate(
         (
             (table(HEAD, 385), {"modules_to_save": ["lm_head"]}),
             (table(EMBED, 400), {"modules_to_save": ["embed_tokens"]}),
-            (table(EMBED, 400), {}),
             (embedding(rows=390), {"targets": ["q_proj", "embed_tokens"]}),
             ({f"{EMBED}.token_adapter.trainable_tokens_delta": torch.ones(1, 64)}, {"trainable_token_indices": [384]}),
         )
@@ -149,6 +148,24 @@ def test_rows_for_new_tokens_are_refused(tmp_path: Path) -> None:
         assert refused(tmp_path / str(index), tensors, **settings).code == "unsupported_vocabulary"
     smaller = refused(tmp_path / "s", table(HEAD, 100), modules_to_save=["lm_head"])
     assert smaller.code == "shape_mismatch"
+    uneven = refused(tmp_path / "u", table(HEAD, 399) | table(EMBED, 400), modules_to_save=["embed_tokens", "lm_head"])
+    assert uneven.code == "shape_mismatch"
+    assert refused(tmp_path / "c", table(EMBED, 400) | table(HEAD, 400)).code == "base_unknown"
+    both = check(tmp_path / "b", table(HEAD, 400) | table(EMBED, 400), modules_to_save=["embed_tokens", "lm_head"])
+    assert both.num_added == 16
+
+
+def test_a_table_saved_twice_must_be_the_same_twice(tmp_path: Path) -> None:
+    """PEFT writes a replaced table under two names when the vocabulary has grown; two that differ are refused."""
+    rows = torch.randn(384, 64)
+    tensors = {f"{HEAD}.weight": rows, f"{HEAD}.modules_to_save.weight": rows.clone()}
+
+    spec = check(tmp_path / "a", tensors, modules_to_save=["lm_head"])
+
+    assert [module.weight for module in spec.modules if module.module == "lm_head"] == [f"{HEAD}.weight"]
+    tensors[f"{HEAD}.modules_to_save.weight"][383, 63] += 1
+    error = refused(tmp_path / "b", tensors, modules_to_save=["lm_head"])
+    assert error.code == "tensor_duplicate"
 
 
 def test_single_tokens(tmp_path: Path) -> None:

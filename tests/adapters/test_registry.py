@@ -1,3 +1,5 @@
+"""AdapterRegistry on a real database: names, versions, who sees what, what outlives a crash."""
+
 from __future__ import annotations
 
 import asyncio
@@ -6,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.records import AdapterNotFound, NameInvalid, NameTaken, Stored, VersionConflict
-from adapters.registry import SHARED, AdapterRegistry
+from adapters.records import SHARED, AdapterNotFound, Move, NameInvalid, NameTaken, Stored, VersionConflict
+from adapters.registry import AdapterRegistry
 from adapters.spec import AdapterRef, AdapterSpec, ModuleSpec
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, DirectoryStore
 from tenants.audit import AuditLog
@@ -94,13 +96,13 @@ async def test_other_tenants_see_nothing(registry: AdapterRegistry) -> None:
     for name in ("secret", "random"):
         for act in (
             registry.get("other", name), registry.replace("other", name, stored(9), ADMIN),
-            registry.activate("other", name, 1, ADMIN), registry.retire("other", name, ADMIN),
+            registry.activate("other", name, Move(1), ADMIN), registry.retire("other", name, ADMIN),
         ):  # fmt: skip
             with pytest.raises(AdapterNotFound) as caught:
                 await act
             messages.add(caught.value.message.replace(name, "…"))
     assert len(messages) == 1
-    assert await registry.visible("other") == []
+    assert await registry.visible("other") == {}
     assert await registry.page("other") == ([], False)
     await registry.register("other", "secret", stored(2), ADMIN)
     assert await digest_of(registry, "acme", "secret") == 1
@@ -118,8 +120,14 @@ async def test_own_wins_over_shared(registry: AdapterRegistry) -> None:
     assert await digest_of(registry, "other", "pirate@1") == 1
     assert await digest_of(registry, "acme", "pirate") == 4
     assert await registry.resolve("acme", "pirate@2") is None
-    assert [(r.name, r.is_shared) for r in await registry.visible("acme")] == [("pirate", False), ("poet", True)]
-    assert [(r.name, r.is_shared) for r in await registry.visible("other")] == [("pirate", True), ("poet", True)]
+    assert [(r.name, r.is_shared) for r in (await registry.visible("acme")).values()] == [
+        ("pirate", False),
+        ("poet", True),
+    ]
+    assert [(r.name, r.is_shared) for r in (await registry.visible("other")).values()] == [
+        ("pirate", True),
+        ("poet", True),
+    ]
     await registry.retire("acme", "pirate", ADMIN)
     assert await digest_of(registry, "acme", "pirate") == 2
 
@@ -132,10 +140,10 @@ async def test_versions_stay_and_current_moves(registry: AdapterRegistry) -> Non
 
     assert (held.current, held.versions[-1].version) == (2, 3)
     assert [await digest_of(registry, "acme", f"pirate{at}") for at in ("", "@1", "@2", "@3")] == [2, 1, 2, 3]
-    assert (await registry.activate("acme", "pirate", 1, ADMIN)).current == 1
+    assert (await registry.activate("acme", "pirate", Move(1), ADMIN)).current == 1
     assert await digest_of(registry, "acme", "pirate") == 1
     with pytest.raises(AdapterNotFound):
-        await registry.activate("acme", "pirate", 4, ADMIN)
+        await registry.activate("acme", "pirate", Move(4), ADMIN)
 
 
 async def test_activation_is_compare_and_swap(registry: AdapterRegistry) -> None:
@@ -145,7 +153,7 @@ async def test_activation_is_compare_and_swap(registry: AdapterRegistry) -> None
         await registry.replace("acme", "pirate", stored(number), ADMIN, activate=False)
 
     results = await asyncio.gather(
-        *(registry.activate("acme", "pirate", number, ADMIN, if_current=1) for number in range(2, 12)),
+        *(registry.activate("acme", "pirate", Move(number, if_current=1), ADMIN) for number in range(2, 12)),
         return_exceptions=True,
     )
 
@@ -229,7 +237,7 @@ async def test_delete_acts_at_once_and_numbers_are_not_used_again(registry: Adap
 
     assert await registry.resolve("acme", "pirate") is None
     assert await registry.resolve("acme", "pirate@1") is None
-    assert await registry.visible("acme") == []
+    assert await registry.visible("acme") == {}
     with pytest.raises(AdapterNotFound):
         await registry.retire("acme", "pirate", ADMIN)
     again = await registry.register("acme", "pirate", stored(2), ADMIN)
@@ -254,7 +262,7 @@ async def test_all_of_a_tenant(registry: AdapterRegistry) -> None:
     await registry.register("other", "d", stored(9), ADMIN)
 
     assert await registry.retire_all("acme", ADMIN) == [f"{number:064x}" for number in range(3)]
-    assert await registry.visible("acme") == []
+    assert await registry.visible("acme") == {}
     assert len(await registry.visible("other")) == 1
 
 
@@ -284,7 +292,7 @@ async def test_every_change_moves_epochs_and_is_audited(
     await registry.register(SHARED, "poet", stored(2), ADMIN)
     assert all([await epochs.get(tenant) > at[tenant] for tenant in at])
     await registry.replace("acme", "pirate", stored(3), ADMIN)
-    await registry.activate("acme", "pirate", 1, ADMIN, if_current=2)
+    await registry.activate("acme", "pirate", Move(1, if_current=2), ADMIN)
     await registry.retire("acme", "pirate", ADMIN)
 
     entries = [entry for entry in await AuditLog(database).page("acme") if entry.action.startswith("adapter.")]

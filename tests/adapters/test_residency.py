@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.fetcher import BAD_CONTENT_S, FIRST_RETRY_S, MAX_ATTEMPTS, MISSING_S
+from adapters.fetcher import BAD_CONTENT_S, FIRST_RETRY_S, MAX_ATTEMPTS, MISSING_S, Fetcher
 from adapters.residency import Loaded, ResidencyCache
 from adapters.spec import AdapterInvalid, AdapterMissing, AdapterRef, AdapterTooLarge
 from tests.engine.rig import ADAPTER_BYTES, FakeBank, Host, ManualFetcher, adapter
@@ -295,6 +296,22 @@ def test_bad_content_is_remembered(error: Exception, seconds: float) -> None:
     assert shelf.reads == [A.digest] * 2
 
 
+def test_what_was_mended_is_read_at_once() -> None:
+    """Uploading it again ends the time for which it is known to be bad."""
+    shelf = Shelf()
+    shelf.errors[A.digest] = [AdapterInvalid("bad", "damaged")]
+    assert not shelf.acquire(A)
+    while not shelf.poll():
+        pass
+    with pytest.raises(AdapterInvalid):
+        shelf.acquire(A)
+
+    shelf.cache.forgive(A.digest)
+
+    shelf.take(A)
+    assert shelf.reads == [A.digest] * 2
+
+
 def test_what_can_never_fit_is_refused() -> None:
     """Larger than the whole memory: refused by its declared size at once, by its true size when loaded."""
     shelf = Shelf(slots=2)
@@ -466,3 +483,43 @@ def test_copies_held_for_requests_do_not_stop_loads() -> None:
     shelf.take(C)
 
     assert shelf.placed == digests(C)
+
+
+def closed_while_loading(load: Callable[[], object]) -> float:
+    """Seconds that close() takes while a fetch thread is in `load`."""
+    started = threading.Event()
+
+    def fetch(ref: AdapterRef) -> Host:
+        started.set()
+        load()
+        return Host(ref.digest, ref.size_bytes)
+
+    fetcher = Fetcher(fetch, 2)
+    fetcher.submit(A)
+    assert started.wait(10)
+    start = time.monotonic()
+    fetcher.close()
+    return time.monotonic() - start
+
+
+def test_closing_waits_for_a_load_under_way() -> None:
+    """Its thread has ended when close() returns: the end of the interpreter would abort a thread that is in torch."""
+    ended: list[bool] = []
+
+    def load() -> None:
+        time.sleep(0.2)
+        ended.append(True)
+
+    closed_while_loading(load)
+
+    assert ended
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that hangs, on a dead mount for example, keeps no process alive."""
+    monkeypatch.setattr("adapters.fetcher.CLOSE_S", 0.1)
+    gate = threading.Event()
+    try:
+        assert closed_while_loading(gate.wait) < 5
+    finally:
+        gate.set()

@@ -1,7 +1,10 @@
+"""Validation in a child process: the same answer as in this one, within its limits."""
+
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import resource
 import time
 from pathlib import Path
 
@@ -54,6 +57,19 @@ async def test_an_endless_pattern_ends(tmp_path: Path) -> None:
 
     assert caught.value.code == "validation_limits"
     assert ticks > 5
+
+
+async def test_config_and_header_have_little_time(tmp_path: Path) -> None:
+    """A pattern of exponential time is stopped after seconds, though values might be read for a minute."""
+    directory = write(tmp_path, pairs(), config("(?:.+)+Z"))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+    with pytest.raises(AdapterInvalid) as caught:
+        await validate_in_subprocess(directory, SHAPE, LIMITS)
+
+    assert LIMITS.cpu_s == 60
+    assert caught.value.code == "validation_limits"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2 * sandbox.INSPECT_CPU_S
 
 
 async def test_memory_is_bounded(tmp_path: Path) -> None:

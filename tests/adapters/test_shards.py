@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.shards import INDEX_FILE, gather, has_weights, one_file
-from adapters.spec import AdapterError, AdapterInvalid
+from adapters.shards import INDEX_FILE, MAX_INDEX_BYTES, gather, has_weights
+from adapters.spec import AdapterError, AdapterInvalid, AdapterTooLarge
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
 from adapters.validation import validate
 from tests.adapters.files import LIMITS, SHAPE, config, pairs
@@ -29,16 +29,14 @@ def sharded(directory: Path, num_shards: int = 3) -> dict[str, torch.Tensor]:
 
 
 def test_shards_become_one_file(tmp_path: Path) -> None:
-    """Every tensor arrives bit for bit, in a file that validates; nothing temporary stays."""
+    """Every tensor arrives bit for bit, in a file that validates."""
     tensors = sharded(tmp_path / "a")
     assert has_weights(tmp_path / "a")
 
-    with one_file(tmp_path / "a") as path:
-        found = load_file(path)
-        (tmp_path / "b").mkdir()
-        gather(tmp_path / "a", tmp_path / "b" / WEIGHTS_FILE)
+    (tmp_path / "b").mkdir()
+    gather(tmp_path / "a", tmp_path / "b" / WEIGHTS_FILE)
+    found = load_file(tmp_path / "b" / WEIGHTS_FILE)
 
-    assert not path.exists()
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         name: tensor.bfloat16().tolist() for name, tensor in tensors.items()
     }
@@ -72,7 +70,20 @@ def test_broken_shards_are_refused(tmp_path: Path, damage: str) -> None:
         gather(directory, tmp_path / "out")
 
     assert isinstance(caught.value, AdapterInvalid)
+    if damage in ("outside", "no map", "not json"):
+        assert (caught.value.code, caught.value.param) == ("weights_invalid", INDEX_FILE)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_index_is_bounded(tmp_path: Path) -> None:
+    """Nothing above 4 MiB is parsed; the error names the index."""
+    sharded(tmp_path / "a")
+    (tmp_path / "a" / INDEX_FILE).write_bytes(b" " * (MAX_INDEX_BYTES + 1))
+
+    with pytest.raises(AdapterTooLarge) as caught:
+        gather(tmp_path / "a", tmp_path / "out")
+
+    assert (caught.value.code, caught.value.param) == ("header_too_large", INDEX_FILE)
 
 
 def test_one_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:

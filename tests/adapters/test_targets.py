@@ -1,3 +1,5 @@
+"""Which linears a config speaks of: what PEFT itself matches, with the same ranks."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from adapters.config import parse_config
-from adapters.spec import LINEARS
+from adapters.spec import LINEARS, AdapterInvalid
 from adapters.targets import Targets
 from tests.adapters.files import config, key
 
@@ -65,3 +67,12 @@ def test_open_configs_cover_every_linear(value: Any) -> None:
     """ "all-linear" and an empty list leave the choice to the tensors."""
     assert all(targets(targets=value).covers(name, layer) for layer, name in KEYS)
     assert not targets(targets=value).names("lm_head")
+
+
+def test_a_layers_pattern_needs_a_number() -> None:
+    """A pattern with an alternative that finds no layer (found by fuzzing) is a config error, not a crash."""
+    found = targets(layers_to_transform=[0], layers_pattern="|ayers")
+
+    with pytest.raises(AdapterInvalid) as caught:
+        found.covers("model.layers.0.self_attn.q_proj", 0)
+    assert (caught.value.code, caught.value.param) == ("config_invalid", "layers_pattern")

@@ -1,3 +1,5 @@
+"""validate(): every tensor belongs to a module that the config names and the base has, or the adapter is refused."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -160,7 +160,7 @@ def gauge(server: ChorusProcess, name: str) -> float:
     raise AssertionError(text)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Returns once it holds; the condition may block."""
     async with asyncio.timeout(timeout_s):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110 — other processes tell nobody

@@ -136,10 +136,9 @@ class ChorusProcess:
         return {pid: _command_line(pid) for pid in descendants(self.process.pid) if is_running(pid)}
 
     def pids(self, what: str) -> list[int]:
-        """Of "redis", "engine" or "worker": the parent knows them by the order in which it started them."""
-        python = [pid for pid, line in self.children().items() if "gateway.child" in line]
-        redis = [pid for pid, line in self.children().items() if "redis-server" in line]
-        return {"redis": redis, "engine": python[:1], "worker": python[1:]}[what]
+        """Of "redis", "engine" or "worker", those that were started again too, in the order of their start."""
+        mark = "redis-server" if what == "redis" else f"gateway.child {what}"
+        return [pid for pid, line in self.children().items() if mark in line]
 
     def admin(self, method: str, path: str, **content: object) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.admin_key}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,9 +16,11 @@ from typing import Any
 import openai
 import pytest
 
+from adapters.storage import content_digest
 from gateway.cli import main
-from tests.e2e.process import ChorusProcess, clean_environment
-from tests.tiny import tiny_adapter
+from gateway.cli.cures import CURES
+from tests.e2e.process import ChorusProcess, clean_environment, wait_for
+from tests.tiny import grown_adapter, tiny_adapter
 
 
 @dataclass
@@ -92,7 +95,7 @@ def test_keys_from_first_to_last(where: dict[str, str], serving: ChorusProcess) 
 def test_adapters_from_first_to_last(
     where: dict[str, str], serving: ChorusProcess, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Add, replace, roll back, list, delete an adapter of a tenant; each version answers with its own voice."""
+    """Push, push again, roll back, list, delete an adapter of a tenant; each version answers with its own voice."""
     first = tiny_adapter(tmp_path / "first", tiny_llama, seed=1, strength=3)
     second = tiny_adapter(tmp_path / "second", tiny_llama, seed=2, strength=3, rank=8)
     key = serving.make_key("a-cli")
@@ -104,12 +107,14 @@ def test_adapters_from_first_to_last(
                 client.completions.create(model="voice", prompt="the fox", max_tokens=8, temperature=0).choices[0].text
             )
 
-    added = as_json(chorus("adapters", "add", "voice", str(first), *mine, **where))
-    assert (added["id"], added["version"], added["rank"], added["status"]) == ("voice", 1, 4, "ready")
-    assert added["digest"].startswith("sha256:")
+    added = as_json(chorus("adapters", "push", str(first), "--as", "voice", *mine, **where))
+    assert (added["outcome"], added["version"], added["rank"], added["status"]) == ("created", 1, 4, "ready")
+    assert added["digest"] == f"sha256:{content_digest(first)}"
     one = answer()
 
-    assert as_json(chorus("adapters", "replace", "voice", str(second), *mine, **where))["version"] == 2
+    again = as_json(chorus("adapters", "push", str(first), "--as", "voice", *mine, **where))
+    assert (again["outcome"], again["version"]) == ("unchanged", 1)
+    assert as_json(chorus("adapters", "push", str(second), "--as", "voice", *mine, **where))["version"] == 2
     two = answer()
     assert two != one
 
@@ -118,17 +123,196 @@ def test_adapters_from_first_to_last(
     lost = chorus("adapters", "activate", "voice", "2", "--if-current", "2", *mine, **where)
     assert lost.returncode == 1
     assert "HTTP 409" in lost.stderr
+    assert json.loads(lost.stdout)["error"]["code"] == "conflict"
 
-    assert [adapter["id"] for adapter in as_json(chorus("adapters", "list", *mine, **where))] == ["voice"]
-    assert as_json(chorus("adapters", "show", "voice", *mine, **where))["digest"] == added["digest"]
-    assert chorus("adapters", "delete", "voice", "--tenant", "a-cli", **where).returncode == 0
+    as_json(chorus("adapters", "activate", "voice", "2", *mine, **where))
+    assert as_json(chorus("adapters", "rollback", "voice", *mine, **where))["current_version"] == 1
+    assert answer() == one
+    back = [as_json(chorus("adapters", "rollback", "voice", *mine, **where))["current_version"] for _ in range(2)]
+    assert back == [2, 1]
+    nothing = chorus("adapters", "rollback", "voice", *mine, **where)
+    assert (nothing.returncode, json.loads(nothing.stdout)["error"]["code"]) == (1, "no_earlier_version")
+
+    half = as_json(chorus("adapters", "activate", "voice", "2", "--percent", "50", *mine, **where))
+    assert (half["canary"], half["current_version"]) == ({"version": 2, "percent": 50}, 1)
+    assert as_json(chorus("adapters", "rollback", "voice", "--if-current", "1", *mine, **where))["canary"] is None
+    assert as_json(chorus("adapters", "alias", "voice", "stable", "2", *mine, **where))["id"] == "voice:stable"
+    assert as_json(chorus("adapters", "alias", "voice", *mine, **where))[0]["version"] == 2
+    lost = chorus("adapters", "alias", "voice", "stable", "1", "--if-current", "1", *mine, **where)
+    assert json.loads(lost.stdout)["error"]["code"] == "conflict"
+    kept = chorus("adapters", "rm", "voice", "--version", "2", *mine, **where)
+    assert json.loads(kept.stdout)["error"]["code"] == "version_in_use"
+    assert chorus("adapters", "alias", "voice", "stable", *mine, **where).returncode == 2
+    assert chorus("adapters", "alias", "voice", "stable", "--rm", *mine, **where).returncode == 0
+    assert chorus("adapters", "rm", "voice", "--version", "2", *mine, **where).returncode == 0
+
+    [row] = as_json(chorus("adapters", "ls", *mine, **where))
+    assert (row["id"], row["tier"]) == ("voice", "resident")
+    table = chorus("adapters", "ls", "--tenant", "a-cli", **where).stdout
+    assert "resident" in table
+    shown = as_json(chorus("adapters", "show", "voice", *mine, **where))
+    assert (shown["digest"], shown["num_tensors"], shown["scales"]) == (added["digest"], 28, [2.0])
+    wait_for(lambda: as_json(chorus("adapters", "show", "voice", *mine, **where))["last_used_on"])
+    assert "28/28" in chorus("adapters", "show", "voice", "--tenant", "a-cli", **where).stdout
+    assert chorus("adapters", "rm", "voice", "--tenant", "a-cli", **where).returncode == 0
     with pytest.raises(openai.NotFoundError):
         answer()
 
 
+@pytest.mark.parametrize("name", ["..", "../tenants/acme", "a/b", "", "é", "tiny-llama", "x?y", "x" * 65])
+def test_a_name_is_never_a_path(where: dict[str, str], tiny_lora: Path, name: str) -> None:
+    """AU-05, HS-14: whatever is given as a name stays a name, and the door says what is wrong with it."""
+    done = chorus("adapters", "push", str(tiny_lora), "--as", name or " ", "--json", **where)
+
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["code"] in ("name_invalid", "name_reserved")
+
+
+def test_dots_delete_nothing(where: dict[str, str]) -> None:
+    """AU-05: `..` where a name belongs would mean what lies above it: it is refused before anything is asked."""
+    as_json(chorus("tenants", "create", "dots-cli", "--json", **where))
+
+    for command in (("adapters", "rm", "..", "--tenant", "dots-cli"), ("keys", "revoke", "dots-cli", "..")):
+        assert chorus(*command, **where).returncode == 1
+
+    assert as_json(chorus("tenants", "show", "dots-cli", "--json", **where))["id"] == "dots-cli"
+
+
+def test_a_directory_of_links_is_pushed(where: dict[str, str], tiny_lora: Path, tmp_path: Path) -> None:
+    """As the hub's cache lays adapters out: links to files elsewhere. Digest and weights are those of the files."""
+    for path in tiny_lora.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+
+    made = as_json(chorus("adapters", "push", str(tmp_path), "--as", "linked", "--json", **where))
+
+    assert made["digest"] == f"sha256:{content_digest(tiny_lora)}"
+    assert chorus("adapters", "rm", "linked", **where).returncode == 0
+
+
+def test_new_tokens_are_pushed_along(where: dict[str, str], tiny_llama: Path, tmp_path: Path) -> None:
+    """A directory with tokenizer.json: the server keeps its new tokens, digest and weights are compared as ever, and
+    pushing again changes nothing."""
+    grown_adapter(tmp_path, tiny_llama)
+
+    made, again = (
+        as_json(chorus("adapters", "push", str(tmp_path), "--as", "grown", "--json", **where)) for _ in range(2)
+    )
+
+    checked = as_json(chorus("adapters", "check", str(tmp_path), "--model", str(tiny_llama), "--json"))
+
+    assert list(made["companion_sums"]) == ["new_tokens.json"]
+    assert made["digest"] == again["digest"] == checked["digest"] != f"sha256:{content_digest(tmp_path)}"
+    assert again["outcome"] == "unchanged"
+    assert (tmp_path / "tokenizer.json").is_file()  # a check reads, and no more
+    assert chorus("adapters", "rm", "grown", **where).returncode == 0
+
+
+def test_what_the_server_stored_is_compared(
+    where: dict[str, str], tiny_lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that changed on the way are not taken for what was sent."""
+    monkeypatch.setattr("gateway.cli.push.digest_of", lambda *_: "sha256:" + "0" * 64)
+
+    done = chorus("adapters", "push", str(tiny_lora), "--as", "changed", "--json", **where)
+
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["code"] == "digest_mismatch"
+    assert chorus("adapters", "rm", "changed", **where).returncode == 0
+
+
+def test_a_refusal_says_the_cure(where: dict[str, str], tiny_lora: Path, tmp_path: Path) -> None:
+    """One line with the server's words, the code, and what to do; as JSON the same in fields."""
+    broken = shutil.copytree(tiny_lora, tmp_path / "broken")
+    (broken / "adapter_model.safetensors").write_bytes(b"PK\x03\x04" + b"x" * 100)
+
+    plain = chorus("adapters", "push", str(broken), **where)
+    structured = chorus("adapters", "push", str(broken), "--json", **where)
+
+    assert plain.returncode == structured.returncode == 1
+    assert len(plain.stderr.splitlines()) == 1
+    assert "Cure: push `adapter_model.bin` from its directory" in plain.stderr
+    error = json.loads(structured.stdout)["error"]
+    assert error["code"] == "weights_not_safetensors"
+    assert error["cure"] == CURES[error["code"]]
+
+
+def test_what_lies_beside_the_weights_goes_along(
+    where: dict[str, str], tiny_llama: Path, tiny_lora: Path, tmp_path: Path
+) -> None:
+    """Template, defaults and generation config are part of what is pushed and of its digest; --bare leaves them out; a
+    bad one is refused by the server and by `check` with one code."""
+    full = shutil.copytree(tiny_lora, tmp_path / "full")
+    (full / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    (full / "defaults.json").write_text('{"temperature": 0.5}')
+    (full / "README.md").write_text("not sent")
+    base = ("--model", str(tiny_llama), "--json")
+
+    made = as_json(chorus("adapters", "push", str(full), "--json", **where))
+    assert made["digest"] == f"sha256:{content_digest(full)}" == as_json(
+        chorus("adapters", "check", str(full), *base)
+    )["digest"]  # fmt: skip
+    bare = as_json(chorus("adapters", "push", str(full), "--bare", "--json", **where))
+    assert (bare["outcome"], bare["digest"]) == ("replaced", f"sha256:{content_digest(tiny_lora)}")
+    (full / "chat_template.jinja").write_text("{{ 7 ** (7 ** (7 ** 7)) }}")
+    for done in (
+        chorus("adapters", "push", str(full), "--json", **where), chorus("adapters", "check", str(full), *base)
+    ):  # fmt: skip
+        assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (1, "chat_template_invalid")
+    assert chorus("adapters", "rm", "full", **where).returncode == 0
+
+
+def test_probes_are_asked(where: dict[str, str], tiny_llama: Path, tiny_lora: Path, tmp_path: Path) -> None:
+    """probes.jsonl goes along: a version that fails is refused and the one before stays; --force passes them over;
+    other probes alone are another push; bad ones are refused by the server and by `check`."""
+    here = shutil.copytree(tiny_lora, tmp_path / "probed")
+    probe = {"messages": [{"role": "user", "content": "hi"}], "expect": ".", "max_tokens": 4}
+    never = probe | {"expect": "no such words"}
+
+    def pushed(*options: str) -> Done:
+        return chorus("adapters", "push", str(here), "--json", *options, **where)
+
+    (here / "probes.jsonl").write_text(json.dumps(never))
+    assert json.loads(pushed().stdout)["error"]["code"] == "probes_failed"
+    (here / "probes.jsonl").write_text(json.dumps(probe))
+    assert as_json(pushed())["outcome"] == "created"
+    assert as_json(pushed())["outcome"] == "unchanged"
+    (here / "probes.jsonl").write_text(json.dumps(never))
+    assert as_json(pushed())["outcome"] == "probed"
+    refused = chorus("adapters", "activate", "probed", "1", "--json", **where)
+    assert json.loads(refused.stdout)["error"]["code"] == "probes_failed"
+    assert chorus("adapters", "activate", "probed", "1", "--force", **where).returncode == 0
+    tiny_adapter(here, tiny_llama, seed=9)
+    assert json.loads(pushed().stdout)["error"]["code"] == "probes_failed"
+    assert as_json(pushed("--force"))["version"] == 2
+    (here / "probes.jsonl").write_text('{"expect": "x"}')
+    wrong = chorus("adapters", "check", str(here), "--model", str(tiny_llama), "--json")
+    assert json.loads(wrong.stdout)["error"]["code"] == "probes_invalid"
+    assert "applied: 28/28" in chorus("adapters", "show", "probed", **where).stdout
+    assert chorus("adapters", "rm", "probed", **where).returncode == 0
+
+
+def test_check_needs_no_server(tiny_llama: Path, tiny_lora: Path, tmp_path: Path) -> None:
+    """Offline, against the base's config.json alone: what the door would say, with the digest it would give."""
+    (tmp_path / "base").mkdir()
+    shutil.copyfile(tiny_llama / "config.json", tmp_path / "base" / "config.json")
+    base = ("--model", str(tmp_path / "base"), "--json")
+
+    fine = as_json(chorus("adapters", "check", str(tiny_lora), *base))
+    ranks = chorus("adapters", "check", str(tiny_lora), *base, "--max-lora-rank", "2")
+    other = shutil.copytree(tiny_lora, tmp_path / "other")
+    (other / "adapter_config.json").write_text("{}")
+    refused = chorus("adapters", "check", str(other), *base)
+
+    assert (fine["status"], fine["num_tensors"], fine["num_modules"], fine["rank"]) == ("ready", 28, 14, 4)
+    assert fine["digest"] == f"sha256:{content_digest(tiny_lora)}"
+    assert (ranks.returncode, json.loads(ranks.stdout)["error"]["code"]) == (1, "rank_too_large")
+    assert (refused.returncode, json.loads(refused.stdout)["error"]["code"]) == (1, "config_invalid")
+    assert chorus("adapters", "check", str(tiny_lora)).returncode == 78  # no base given
+
+
 def test_an_adapter_directory_is_checked_before_sending(where: dict[str, str], tmp_path: Path) -> None:
     """A directory without the two files is named, and nothing is sent."""
-    done = chorus("adapters", "add", "x", str(tmp_path), **where)
+    done = chorus("adapters", "push", str(tmp_path), **where)
 
     assert done.returncode == 1
     assert "adapter_config.json" in done.stderr
@@ -140,7 +324,7 @@ def test_no_server_is_one_line(tmp_path: Path) -> None:
         "tenants", "list", CHORUS_URL="http://127.0.0.1:9", CHORUS_ADMIN_KEY="k", CHORUS_DATA_DIR=str(tmp_path)
     )
 
-    assert done.returncode == 1
+    assert done.returncode == 69
     assert "http://127.0.0.1:9" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

@@ -64,6 +64,23 @@ async def test_forty_clients_leave(serving: ChorusProcess, tenant: str) -> None:
     assert len(answers) == 40
 
 
+# ---- usage
+
+
+async def test_cached_tokens_are_told_in_both_modes(serving: ChorusProcess, tenant: str) -> None:
+    """PC-11: the same prompt plain, streamed, plain: the first finds nothing, the others all whole blocks but the last
+    token's; the last chunk of a stream does not overwrite it, and prompt_tokens counts the whole prompt."""
+    key = await asyncio.to_thread(serving.make_key, tenant)
+    prompt = prompt_of(100, 11)
+    async with caller(serving, key) as client:
+        first = (await say(client, BASE, prompt, 5)).usage
+        streamed = (await hear(client, BASE, prompt, 5, Heard())).usage
+        again = (await say(client, BASE, prompt, 5)).usage
+
+    assert [usage.prompt_tokens for usage in (first, streamed, again)] == [100] * 3
+    assert [usage.prompt_tokens_details.cached_tokens for usage in (first, streamed, again)] == [0, 96, 96]
+
+
 # ---- text
 
 

@@ -56,7 +56,7 @@ async def test_hot_swap(serving: ChorusProcess, oracle: Oracle, tenant: str, tin
     as version 2, no error, no gap above max(1 s, 10 x the median)."""
     versions = tuple(tiny_adapter(tmp_path / f"v{i}", tiny_llama, seed=40 + i, rank=4 * i) for i in (1, 2))
 
-    await swap_under_load(serving, oracle, tenant, (versions[0], versions[1]), 600)
+    await swap_under_load(serving, oracle, tenant, (versions[0], versions[1]), 1500)
 
 
 @pytest.mark.long

@@ -31,16 +31,25 @@ PROMPT = [3, 95, 17, 17, 4, 60, 88, 5, 31, 2, 77, 9, 14, 40, 41, 42, 43, 50, 66,
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A LoraConfig for one of BASES, stored in `dtype`."""
+    """A LoraConfig for one of BASES, stored in `dtype`, with `num_added` new tokens."""
 
     base: str
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    num_added: int = 0
 
     @property
     def name(self) -> str:
         said = (f"{key}={value}" for key, value in self.settings.items() if key not in ("r", "lora_alpha"))
-        return "-".join([self.base, *said, str(self.dtype).removeprefix("torch.")])[:120]
+        added = [f"{self.num_added} new tokens"] * bool(self.num_added)
+        return "-".join([self.base, *added, *said, str(self.dtype).removeprefix("torch.")])[:120]
+
+    @property
+    def prompt(self) -> list[int]:
+        """PROMPT, with the new tokens at every fourth place."""
+        if not self.num_added:
+            return PROMPT
+        return [VOCAB_SIZE + i % self.num_added if i % 4 == 3 else token for i, token in enumerate(PROMPT)]
 
 
 QV = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}
@@ -96,6 +105,22 @@ CASES = (
     Case("tied", QV | {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
     Case("tied", QV | {"trainable_token_indices": [17, 3, 88]}),
     Case("tied", QV | {"trainable_token_indices": {"embed_tokens": [50]}}, torch.bfloat16),
+    *(
+        Case(base, settings, num_added=count)
+        for base in ("untied", "tied")
+        for count, settings in (
+            (3, QV),
+            (1, QV | {"modules_to_save": ["embed_tokens", "lm_head"]}),
+            (2, QV | {"modules_to_save": ["embed_tokens"]}),
+            (2, QV | {"modules_to_save": ["lm_head"]}),
+            (5, QV | {"trainable_token_indices": [3, 96, 100]}),
+            (2, QV | {"trainable_token_indices": {"embed_tokens": [97, 3], "lm_head": [96]}}),
+            (3, TABLES),
+            (4, QV | DORA),
+        )
+    ),
+    Case("tied", TABLES | {"target_modules": ["q_proj", "embed_tokens"]}, num_added=2),
+    Case("untied", TABLES, torch.bfloat16, num_added=2),
     Case("biased", QV),
     Case("biased", QV | {"bias": "lora_only"}),
     Case("biased", QV | {"bias": "all"}),
@@ -134,8 +159,10 @@ def make_base(directory: Path, name: str) -> Path:
 
 def make_adapter(directory: Path, base: Path, case: Case) -> Path:
     """What peft saves, after something like training moved all that is trained."""
-    with _quiet():
-        model = get_peft_model(_load(base), LoraConfig(task_type="CAUSAL_LM", **deepcopy(case.settings)))
+    with quiet():
+        model = get_peft_model(
+            _load(base, case.num_added), LoraConfig(task_type="CAUSAL_LM", **deepcopy(case.settings))
+        )
         torch.manual_seed(len(case.name))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -152,21 +179,26 @@ def make_adapter(directory: Path, base: Path, case: Case) -> Path:
 
 
 @torch.inference_mode()
-def judge(base: Path, adapter: Path | None, tokens: list[int] = PROMPT) -> Tensor:
+def judge(base: Path, adapter: Path | None, tokens: list[int] = PROMPT, num_added: int = 0) -> Tensor:
     """[T, V] logits of the stored adapter on the stored base, by peft."""
-    model = _load(base)
-    with _quiet():
+    model = _load(base, num_added)
+    with quiet():
         if adapter is not None:
             model = PeftModel.from_pretrained(model, adapter).eval()
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].clone()
 
 
-def _load(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+def _load(base: Path, num_added: int = 0) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if num_added:
+        with quiet():
+            torch.manual_seed(num_added)
+            model.resize_token_embeddings(model.config.vocab_size + num_added, mean_resizing=False)
+    return model
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """peft and transformers warn about each other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,9 +9,14 @@ from typing import Any
 from adapters.fetcher import Fetcher, HostAdapter
 from adapters.residency import ResidencyCache
 from adapters.spec import AdapterRef
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, is_ephemeral
 from engine.core import EngineCore
+from engine.cost_model import CostModel
 from engine.intake import SchedulerConfig
+from engine.kv_disk_index import DiskIndex
+from engine.kv_host_pool import HostPool
+from engine.kv_tiers import KVTiers, SwapPolicy
+from engine.kv_traffic import DiskTraffic, Transfer
 from engine.lanes import Lanes
 from engine.params import SamplingParams
 from engine.protocol import Chunk, Failed, Generate, TokenLogprobs
@@ -84,17 +89,24 @@ class MemoryRunner(FakeRunner):
     """A FakeRunner with KV memory: it writes what a step says, and reads every position of every row's table. A block
     that is shared, recycled or copied wrongly, or an adapter that is not there, fails at once."""
 
-    def __init__(self, num_blocks: int, block_size: int, bank: FakeBank) -> None:
+    def __init__(self, num_blocks: int, block_size: int, bank: FakeBank, num_slots: int) -> None:
         super().__init__(VOCAB)
         self.block_size = block_size
         self.kv: list[list[Any]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[Any]] = [[None] * block_size for _ in range(num_slots)]
         self.bank = bank
         self.num_computed = 0
 
     def run(self, step: Step) -> list[Sampled]:
-        assert step.rows
+        assert step.rows or step.loads
+        assert len({slot for _, slot in step.stores}) == len(step.stores)
+        assert not any(row.sequence.is_arriving for row in step.rows)
+        for block, slot in step.stores:
+            self.host[slot] = list(self.kv[block])
         for source, destination in step.copies:
             self.kv[destination] = list(self.kv[source])
+        for slot, block in step.loads:
+            self.kv[block] = list(self.host[slot])
         for row in step.rows:
             stamps = self.stamps(row.sequence)
             for position in range(row.start, row.start + row.num_tokens):
@@ -136,6 +148,54 @@ class MemoryRunner(FakeRunner):
         return EOS if token % 97 == 0 else token
 
 
+class FakeDisk:
+    """A Disk whose work is done `delay` polls after it was asked for: slots that are not pinned until then show."""
+
+    block_bytes = 10
+
+    def __init__(self, host: list[list[Any]], delay: int) -> None:
+        self.files: dict[bytes, list[Any]] = {}
+        self.delay = delay
+        self.is_broken = False
+        self.seconds = 0.0  # that a transfer took, as it says
+        self._host = host
+        self._open: list[tuple[int, str, bytes, int]] = []
+        self._num_polls = 0
+
+    def write(self, key: bytes, slot: int) -> None:
+        assert not is_ephemeral(key)
+        self._open.append((self._num_polls + self.delay, "write", key, slot))
+
+    def read(self, key: bytes, slot: int) -> None:
+        self._open.append((self._num_polls + self.delay, "read", key, slot))
+
+    def remove(self, key: bytes) -> None:
+        self._open.append((self._num_polls + self.delay, "remove", key, 0))
+
+    def poll(self) -> list[Transfer]:
+        self._num_polls += 1
+        due = [item for item in self._open if item[0] <= self._num_polls]
+        self._open = [item for item in self._open if item not in due]
+        return [done for _, kind, key, slot in due if (done := self._do(kind, key, slot)) is not None]
+
+    def close(self) -> None:
+        pass
+
+    def _do(self, kind: str, key: bytes, slot: int) -> Transfer | None:
+        if kind == "remove":
+            self.files.pop(key, None)
+            return None
+        is_read = kind == "read"
+        is_ok = not self.is_broken and (not is_read or key in self.files)
+        if is_ok and is_read:
+            self._host[slot] = list(self.files[key])
+        elif is_read:
+            self._host[slot] = ["damaged"] * len(self._host[slot])
+        elif is_ok:
+            self.files[key] = list(self._host[slot])
+        return Transfer(key, slot, is_read, is_ok, self.seconds)
+
+
 def adapter(index: int, size_bytes: int = ADAPTER_BYTES) -> AdapterRef:
     return AdapterRef(f"{index:064x}", 8, size_bytes)
 
@@ -153,6 +213,10 @@ class Rig:
     prefix: bool = True
     delay: int = 1
     per_lane: int = 1024
+    num_slots: int = 0
+    num_files: int = 0
+    swap: SwapPolicy = "on"
+    is_copy_fast: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,8 +233,10 @@ class Rig:
             max_model_len=self.max_model_len, vocab_size=VOCAB, eos_token_ids=(EOS,), max_num_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens, **self.options,
         )  # fmt: skip
-        self.scheduler = Scheduler(config, self.pool, self.residency, self.lanes)
-        self.runner = MemoryRunner(self.num_blocks, self.block_size, self.bank)
+        self.runner = MemoryRunner(self.num_blocks, self.block_size, self.bank, self.num_slots)
+        self.disk = FakeDisk(self.runner.host, self.delay)
+        self.tiers = self._tiers()
+        self.scheduler = Scheduler(config, self.pool, self.residency, self.lanes, self.tiers)
         self.core = EngineCore(self.scheduler, self.runner, self.residency, self.pool, lambda: self.now)
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], str] = {}
@@ -180,6 +246,15 @@ class Rig:
         self.first_step: dict[str, int] = {}
         self.num_steps = 0
 
+    def _tiers(self) -> KVTiers:
+        speed = 1e9 if self.is_copy_fast else 1.0
+        cost = CostModel(1000, self.block_size, copy_speed=speed, compute_speed=100.0, disk_speed=speed)
+        host, traffic = HostPool(self.num_slots), None
+        if self.num_files:
+            index = DiskIndex(self.num_files * FakeDisk.block_bytes)
+            traffic = self.traffic = DiskTraffic(self.disk, index, host, cost, always=self.swap == "on")
+        return KVTiers(self.pool, host, cost, self.swap, traffic)
+
     def _fetch(self, ref: AdapterRef) -> Host:
         errors = self.broken.get(ref.digest)
         if errors:
@@ -188,8 +263,8 @@ class Rig:
 
     def add(self, id: str, prompt: list[int], ref: AdapterRef | None = None, **more: Any) -> Generate:
         """Adds a request; keywords of Generate, and of SamplingParams."""
-        own = {key: more.pop(key) for key in ("lane", "weight", "priority", "cache_salt", "outputs", "timeout_s")
-               if key in more}  # fmt: skip
+        own = {key: more.pop(key) for key in ("lane", "weight", "priority", "cache_salt", "outputs", "timeout_s",
+               "ephemeral", "owner") if key in more}  # fmt: skip
         request = Generate(id=id, prompt=prompt, params=SamplingParams(**more), adapter=ref, **own)
         self.core.add(request)
         for choice in range(request.params.n):
@@ -268,6 +343,7 @@ class Rig:
             assert lane.num_running == sum(self.scheduler.holding.lane_of(one) is lane for one in running)
         running += paused
         self.pool.check([one.blocks for one in running])
+        self.tiers.check()
         used = sum(host.size_bytes for host in self.bank.placed.values())
         assert used == self.residency.used_bytes <= self.residency.budget_bytes
         entries = self.residency._entries
@@ -287,6 +363,7 @@ class Rig:
         """Nothing is held by anybody."""
         assert not self.scheduler.requests
         assert self.pool.num_used == 0
+        assert not self.tiers.has_loads
         assert self.lanes.num_waiting == 0
         assert not self.residency._staging.demanded
         assert all(not entry.is_pinned and not entry.holders for entry in self.residency._entries.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool, chain, prefix_seed
+from engine.block_pool import BlockPool, chain, is_ephemeral, mark_of, owner_in, prefix_seed
 
 SEED = prefix_seed("model", "float32", "", "")
 
@@ -120,6 +120,38 @@ def test_adapter_salt_model_and_dtype_are_part_of_the_key() -> None:
     assert len({prefix_seed(*one) for one in parts}) == len(parts)
 
 
+def test_ephemeral_chains_are_marked_and_apart() -> None:
+    """Every key of an ephemeral request says that its block may not be written to a disk, and none of them is the key
+    of a request that may."""
+    pool, tokens = BlockPool(8, 2), list(range(8))
+    marked = hashes(pool, tokens, prefix_seed("model", "float32", "", "", mark_of(ephemeral=True)))
+    plain = hashes(pool, tokens)
+
+    assert all(map(is_ephemeral, marked))
+    assert not any(map(is_ephemeral, plain))
+    assert not {key[:32] for key in marked} & {key[:32] for key in plain}
+
+
+def test_an_owners_blocks_are_forgotten() -> None:
+    """Cached ones are blank again, used ones stay with their users and are found by nobody; other owners' stay known,
+    also of equal tokens."""
+    pool, mine, other = BlockPool(12, 2), b"m" * 16, b"o" * 16
+    seeds = {owner: prefix_seed("model", "float32", "", "", mark_of(owner)) for owner in (mine, other)}
+    tables = {owner: store(pool, [1, 2, 3, 4], seed) for owner, seed in seeds.items()}
+    used = store(pool, [5, 6], seeds[mine])
+    assert {owner_in(key) for key in hashes(pool, [1, 2, 3, 4], seeds[mine])} == {mine}
+    for table in tables.values():
+        pool.release(table)
+    pool.forget({mine})
+    pool.check([used])
+
+    assert pool.match(hashes(pool, [1, 2, 3, 4], seeds[mine])) == []
+    assert pool.match(hashes(pool, [5, 6], seeds[mine])) == []
+    assert pool.match(hashes(pool, [1, 2, 3, 4], seeds[other])) == tables[other]
+    pool.release(used)
+    pool.check([])
+
+
 def test_crafted_collisions_do_not_collide() -> None:
     """Keys are SHA-256 of the ids: neighbours that a polynomial hash confuses (+31, −1), ids that Python's hash
     confuses, reordered and shifted blocks, and 10⁵ random blocks all differ (PC-09)."""
@@ -129,7 +161,7 @@ def test_crafted_collisions_do_not_collide() -> None:
     ]
     keys += [chain(chain(SEED, [1, 2]), [3]), chain(chain(SEED, [1]), [2, 3]), chain(SEED, [1, 2, 3])]
     assert len(set(keys)) == len(keys)
-    assert all(len(key) == 32 for key in keys)
+    assert len({key[:32] for key in keys}) == len(keys)
 
     many = {chain(SEED, [index % 317, index // 317, index % 7]) for index in range(100_000)}
 

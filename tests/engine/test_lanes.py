@@ -154,7 +154,8 @@ def test_a_full_lane_refuses_and_others_do_not() -> None:
 
 
 def test_passed_over_sequences_come_back_where_they_were() -> None:
-    """A deferred head lets later ones be looked at, in its own lane (a few) and in others, and is first again after."""
+    """A deferred head lets later ones be looked at, a few in its own lane, then those in others, then more of its own,
+    and is first again after."""
     queue = Queue()
     arrived = [queue.arrive("a") for _ in range(8)] + [queue.arrive("b")]
     seen = []
@@ -162,7 +163,7 @@ def test_passed_over_sequences_come_back_where_they_were() -> None:
         seen.append(one)
         queue.lanes.defer(queue.lane_of[one], one)
 
-    assert seen == [*arrived[:DEFERS_PER_LANE], arrived[-1]]
+    assert seen == [*arrived[:DEFERS_PER_LANE], arrived[-1], *arrived[DEFERS_PER_LANE:-1]]
     queue.lanes.restore()
     assert queue.lanes.pop() is arrived[0]
 

@@ -28,20 +28,24 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.server import Link, Server
 from engine.step import Sampled, Step
 from tests.fakes import READY, FakeRunner
+from tests.waiting import until
 
 Serve = Callable[..., "Running"]
 
 
 class SlowRunner(FakeRunner):
-    """A FakeRunner that takes `step_s` for a step, and fails in it when told to."""
+    """A FakeRunner that takes `step_s` for a step, waits for leave if there are `leaves`, and fails when told to."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__(READY.vocab_size)
         self.step_s = step_s
         self.fails = False
+        self.leaves: threading.Semaphore | None = None
 
     def run(self, step: Step) -> list[Sampled]:
         time.sleep(self.step_s)
+        if self.leaves is not None:
+            self.leaves.acquire(timeout=60)
         if self.fails:
             raise RuntimeError("out of luck")
         return super().run(step)
@@ -115,20 +119,11 @@ def ask(request_id: str = "r", max_tokens: int = 8, **fields: object) -> Generat
     return Generate(id=request_id, prompt=[5, 6, 7], params=params, **fields)  # type: ignore[arg-type]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    assert condition(), f"not within {time.monotonic() - deadline + timeout_s:.1f} s"
-
-
 async def test_tokens_come_back_in_order(endpoint: str, serve: Serve) -> None:
     """A request's chunks arrive whole and in order, choices apart, and equal what the model says."""
     running = serve(endpoint)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
 
         stream = await client.generate(ask(n=2))
         ids: dict[int, list[int]] = {0: [], 1: []}
@@ -154,7 +149,7 @@ async def test_refusal_is_known_before_the_stream(endpoint: str, serve: Serve) -
     """Too long a prompt is refused before there is a stream, with its code."""
     serve(endpoint)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
 
         with pytest.raises(Refused) as caught:
             await client.generate(Generate(id="r", prompt=[5] * 600, params=SamplingParams()))
@@ -166,12 +161,12 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
     """A stream closed early leaves nothing running in the engine, and no stream behind in the client."""
     running = serve(endpoint, step_s=0.005)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(max_tokens=400))
         await anext(stream)
 
-        await stream.aclose()
-        await stream.aclose()
+        stream.close()
+        stream.close()
 
         await until(lambda: not running.core.has_work)
         assert not client._streams
@@ -179,18 +174,21 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
 
 async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
     """A choice that is stopped ends in the engine too; the stream goes on with the others to its end."""
-    serve(endpoint, step_s=0.002)
+    running = serve(endpoint)
+    running.runner.leaves = threading.Semaphore(5)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(n=2, max_tokens=60))
         lengths = [0, 0]
         async for chunk in stream:
             lengths[chunk.choice] += len(chunk.ids)
             if chunk.choice == 1 and chunk.start == 3:
                 stream.stop(1)
+                await until(lambda: running.link.inbox.qsize() > 0)
+                running.runner.leaves.release(100)
 
         assert lengths[0] == 60
-        assert 3 < lengths[1] < 40
+        assert 3 < lengths[1] < 8
         assert not client._streams
 
 
@@ -198,10 +196,10 @@ async def test_an_idle_engine_sleeps(endpoint: str, serve: Serve, monkeypatch: p
     """When nothing is left to do, also after an abort, the step loop waits instead of turning."""
     running = serve(endpoint, step_s=0.005)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(max_tokens=400))
         await anext(stream)
-        await stream.aclose()
+        stream.close()
         await until(lambda: not running.core.has_work)
         turns = 0
         take = running.server._take_messages
@@ -221,7 +219,7 @@ async def test_cancelled_before_accepted_aborts(endpoint: str, serve: Serve) -> 
     """A caller that gives up while it waits for the engine's answer leaves nothing behind."""
     running = serve(endpoint, step_s=0.1)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         first = await client.generate(ask("first", max_tokens=400))
         await anext(first)
 
@@ -229,34 +227,35 @@ async def test_cancelled_before_accepted_aborts(endpoint: str, serve: Serve) -> 
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await first.aclose()
+        first.close()
 
         await until(lambda: not running.core.has_work)
         assert not client._streams
 
 
-async def test_engine_death_breaks_streams_at_once(endpoint: str, serve: Serve) -> None:
-    """When the engine goes, streams end with Broken well before the silence limit; a new engine is found again."""
+async def test_engine_death_breaks_streams_at_once(
+    endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the engine goes, streams end with Broken without any limit of silence; a new engine is found again."""
+    monkeypatch.setattr("engine.client.MAX_MISSES", 1000)
     running = serve(endpoint, step_s=0.01)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(max_tokens=400))
         await anext(stream)
 
-        started = time.monotonic()
         running.link._stopping = True
         running.link._thread.join()
         running.link._context.destroy(linger=0)
-        with pytest.raises(Broken):
-            async for _ in stream:
-                pass
-        took_s = time.monotonic() - started
+        async with asyncio.timeout(60):
+            with pytest.raises(Broken):
+                async for _ in stream:
+                    pass
 
-        assert took_s < 4
         with pytest.raises(Unavailable):
             await client.generate(ask("other"))
         serve(endpoint, boot_id="two")
-        assert (await client.wait_ready(5)).boot_id == "two"
+        assert (await client.wait_ready(30)).boot_id == "two"
         chunks = [chunk async for chunk in await client.generate(ask("third", max_tokens=3))]
         assert sum(len(chunk.ids) for chunk in chunks) == 3
 
@@ -264,9 +263,10 @@ async def test_engine_death_breaks_streams_at_once(endpoint: str, serve: Serve) 
 async def test_a_pause_of_the_loop_is_no_silence(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's loop stands still for longer than an engine may be silent: the stream goes on where it was."""
     monkeypatch.setattr("engine.client.PING_EVERY_S", 0.2)
+    monkeypatch.setattr("engine.server.WORKER_SILENCE_S", 60.0)
     serve(endpoint, step_s=0.05)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(max_tokens=100))
         await anext(stream)
 
@@ -284,32 +284,35 @@ async def test_a_pause_that_the_engine_took_for_death(
     monkeypatch.setattr("engine.client.PING_EVERY_S", 0.2)
     running = serve(endpoint, step_s=0.02)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(max_tokens=500))
         await anext(stream)
 
         time.sleep(2.5)  # noqa: ASYNC251 — that is the fault
 
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             with pytest.raises(Broken, match="silent"):
                 async for _ in stream:
                     pass
-        assert not running.core.has_work
+        monkeypatch.setattr("engine.server.WORKER_SILENCE_S", 60.0)
+        await until(lambda: not running.core.has_work)
         chunks = [chunk async for chunk in await client.generate(ask("next", max_tokens=3))]
         assert sum(len(chunk.ids) for chunk in chunks) == 3
 
 
-async def test_what_comes_while_we_send_is_read(endpoint: str, serve: Serve) -> None:
+async def test_what_comes_while_we_send_is_read(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that arrived before a send, in the same turn of a busy loop, is read: the send must not swallow the
-    only sign that it is there."""
+    only sign that it is there. (No ping of the client's own comes to the rescue.)"""
+    monkeypatch.setattr("engine.client.PING_EVERY_S", 600.0)
+    monkeypatch.setattr("engine.server.WORKER_SILENCE_S", 600.0)
     serve(endpoint)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         for i in range(20):
             client._send(Ping())
             time.sleep(0.02)  # noqa: ASYNC251 — the loop is busy while the answer comes
             client._send(Ping())
-            async with asyncio.timeout(0.9):
+            async with asyncio.timeout(20):
                 await client.generate(ask(str(i), max_tokens=1))
 
 
@@ -318,21 +321,19 @@ async def test_a_silent_engine_is_given_up(endpoint: str, serve: Serve, monkeypa
     monkeypatch.setattr("engine.client.PING_EVERY_S", 0.1)
     monkeypatch.setattr("engine.server.STALL_S", 0.0)  # no ping is answered
     monkeypatch.setattr("engine.server.STATS_EVERY_S", 60.0)
-    running = serve(endpoint, step_s=0.0)
+    running = serve(endpoint)
+    running.runner.leaves = threading.Semaphore(1)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask(max_tokens=500))
-        running.runner.step_s = 2.0
-        started = time.monotonic()
         with pytest.raises(Broken, match="does not answer"):
             async for _ in stream:
                 pass
-        assert time.monotonic() - started < 2.0 + 1.0
         assert client.ready is None
 
-        running.runner.step_s = 0.0
+        running.runner.leaves.release(1000)
         monkeypatch.setattr("engine.server.STALL_S", 60.0)
-        await client.wait_ready(10)
+        await client.wait_ready(30)
 
 
 async def test_vanished_worker_frees_the_engine(endpoint: str, serve: Serve) -> None:
@@ -340,14 +341,14 @@ async def test_vanished_worker_frees_the_engine(endpoint: str, serve: Serve) -> 
     running = serve(endpoint, step_s=0.02)
     client = EngineClient(endpoint)
     await client.start()
-    await client.wait_ready(5)
+    await client.wait_ready(30)
     await client.generate(ask(max_tokens=500))
     for task in client._tasks:
         task.cancel()  # as kill -9 would: no abort, no goodbye
     client._socket.close(linger=0)
     client._monitor.close(linger=0)
 
-    await until(lambda: not running.core.has_work, timeout_s=12)
+    await until(lambda: not running.core.has_work, timeout_s=60)
 
     client._context.destroy(linger=0)
 
@@ -356,7 +357,7 @@ async def test_workers_do_not_see_each_other(endpoint: str, serve: Serve) -> Non
     """Two workers get their own chunks only, and one can't abort the other's request."""
     serve(endpoint, step_s=0.005)
     async with connected(endpoint) as one, connected(endpoint) as two:
-        await asyncio.gather(one.wait_ready(5), two.wait_ready(5))
+        await asyncio.gather(one.wait_ready(30), two.wait_ready(30))
         mine = await one.generate(ask("mine", max_tokens=30))
         other = await two.generate(ask("other", max_tokens=30))
         two._streams["mine"] = two._streams["other"]
@@ -371,7 +372,7 @@ async def test_failing_adapter_fails_its_request_alone(endpoint: str, serve: Ser
     """An adapter that can't be fetched ends its own request with its code; others go on."""
     serve(endpoint, step_s=0.002)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         good = await client.generate(ask("good", max_tokens=40, adapter=AdapterRef("a" * 64, 4, 4096)))
 
         with pytest.raises((Broken, Refused)) as caught:
@@ -391,7 +392,7 @@ async def test_tcp_needs_the_key(serve: Serve) -> None:
     serve(endpoint, key)
 
     async with connected(endpoint, key) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         chunks = [chunk async for chunk in await client.generate(ask(max_tokens=3))]
         assert sum(len(chunk.ids) for chunk in chunks) == 3
     async with connected(endpoint, make_engine_key()) as stranger:
@@ -414,21 +415,25 @@ async def test_scanner_garbage_is_ignored(serve: Serve) -> None:
             scanner.sendall(garbage)
 
     async with connected(f"tcp://127.0.0.1:{port}", key) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         assert [chunk async for chunk in await client.generate(ask(max_tokens=2))]
 
 
 async def test_drain_finishes_what_runs(endpoint: str, serve: Serve) -> None:
     """A stopping engine refuses new requests and finishes the running ones."""
-    running = serve(endpoint, step_s=0.02)
+    running = serve(endpoint)
+    running.runner.leaves = threading.Semaphore(1)
     async with connected(endpoint) as client:
-        await client.wait_ready(5)
+        await client.wait_ready(30)
         stream = await client.generate(ask("running", max_tokens=30))
         await anext(stream)
         running.server.stop()
 
+        late = asyncio.create_task(client.generate(ask("late")))
+        await until(lambda: running.link.inbox.qsize() > 0 or late.done())
+        running.runner.leaves.release(100)
         with pytest.raises(Refused) as caught:
-            await client.generate(ask("late"))
+            await late
 
         assert caught.value.code == "draining"
         assert sum([len(chunk.ids) async for chunk in stream]) == 29

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from adapters.spec import AdapterError
 from chorus import LLM, SamplingParams
@@ -213,3 +214,23 @@ def test_what_can_not_run_is_a_config_error(tmp_path: Path, tiny_llama: Path) ->
         LLM(tiny_llama, kv_memory="much")
     with pytest.raises(ConfigError, match="less than one block"):
         LLM(tiny_llama, kv_memory=100)
+
+
+@pytest.mark.parametrize("rank", [1, 13, 100, 256, 512])
+def test_any_rank_that_start_accepts_works(tiny_llama: Path, tmp_path: Path, rank: int) -> None:
+    """AL-31: ranks that are no multiple of eight, and those far above the usual limit: an adapter of rank 1 says
+    the same when it is filled up with zeros to this rank."""
+    small = tiny_adapter(tmp_path / "small", tiny_llama, rank=1, alpha=2, strength=3)
+    large = tiny_adapter(tmp_path / "large", tiny_llama, rank=rank, alpha=2 * rank, strength=3)
+    tensors = load_file(small / "adapter_model.safetensors")
+    filled = {name: torch.zeros_like(tensor) for name, tensor in load_file(large / "adapter_model.safetensors").items()}
+    for name, tensor in tensors.items():
+        filled[name][: tensor.shape[0], : tensor.shape[1]] = tensor
+    save_file(filled, large / "adapter_model.safetensors")
+    with LLM(tiny_llama, dtype="float32", max_lora_rank=rank, kv_memory="16MiB") as made:
+        refs = [made.add_adapter(small), made.add_adapter(large)]
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+        one, other = made.generate([[5, 6, 7]] * 2, params, refs)
+        assert one.token_ids == other.token_ids != made.generate([5, 6, 7], params)[0].token_ids
+        with pytest.raises(AdapterError, match="at most"):
+            made.add_adapter(tiny_adapter(tmp_path / "over", tiny_llama, rank=rank + 1))

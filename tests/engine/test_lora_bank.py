@@ -149,11 +149,14 @@ def test_base_rows_equal_a_model_without_adapters(tiny_llama: Path, kind: str) -
 
     base = answers([None] * 6)
     mixed = answers([None, "a1", None, "a0", "a1", None])
+    ordered = answers([None, None, None, "a1", "a0", "a1"])
     again = answers([None] * 6)
 
     assert all(torch.equal(one, other) for one, other in zip(base, again, strict=True))
-    for row in (0, 2, 5):
-        assert torch.equal(mixed[row], base[row])
+    assert all(torch.equal(ordered[row], base[row]) for row in (0, 1, 2))
+    for row in (0, 2, 5):  # sorted, they lie in other places than among base rows only: by place, plain torch may round
+        pair = mixed[row], base[row]
+        assert torch.equal(*pair) if kind == "native" else torch.allclose(*pair, 1e-5, 1e-5)
     for row in (1, 3, 4):
         assert (mixed[row] - base[row]).abs().max() > 0.01
 

@@ -55,6 +55,10 @@ def test_explicit_sizes_are_kept() -> None:
         ({"kv_memory_bytes": 99 * GIB}, "kv_memory_bytes"),
         ({"adapter_memory_bytes": ADAPTER // 4}, "adapter_memory_bytes"),
         ({"adapter_memory_bytes": ADAPTER // 4}, "max_lora_rank"),
+        ({"kv_host_bytes": 99 * GIB}, "kv_host_bytes"),
+        ({"kv_host_bytes": 1}, "kv_host_bytes"),
+        ({"kv_host_bytes": 0, "swap": "on"}, "kv_host_bytes"),
+        ({"kv_host_bytes": 0, "kv_disk_dir": Path("kv")}, "kv_host_bytes"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_what_does(settings: dict[str, Any], option: str) -> None:
@@ -62,7 +66,7 @@ def test_what_cannot_fit_is_refused_with_what_does(settings: dict[str, Any], opt
     with pytest.raises(ConfigError) as refusal:
         plan(**settings)
 
-    flag = "--" + option.removesuffix("_bytes").replace("_", "-")
+    flag = "--" + (option if option == "kv_host_bytes" else option.removesuffix("_bytes")).replace("_", "-")
     advice = str(refusal.value).rpartition("use")[2]
     if flag == "--max-model-len" and flag not in advice:
         number = re.search(r"(\d+)", advice)
@@ -72,6 +76,19 @@ def test_what_cannot_fit_is_refused_with_what_does(settings: dict[str, Any], opt
         number = re.search(r"(\d+)$", advice)
     assert number, str(refusal.value)
     plan(**{**settings, option: int(number.group(1))})
+
+
+def test_host_memory_for_kv_is_planned() -> None:
+    """On the CPU there is none unless something needs it, and then it is taken from what is free, in whole blocks."""
+    assert plan().host_kv_bytes == 0
+    for settings in ({"swap": "on"}, {"kv_disk_dir": Path("kv")}, {"kv_host_bytes": 100 * BLOCK + 5}):
+        made = plan(**settings)
+        assert made.host_kv_bytes > 0
+        assert made.host_kv_bytes % BLOCK == 0
+        parts = made.weights_bytes + made.workspace_bytes + made.adapter_bytes + made.kv_bytes + made.host_kv_bytes
+        assert parts <= made.available_bytes
+        assert "on the host" in str(made)
+    assert plan(kv_host_bytes=100 * BLOCK + 5).host_kv_bytes == 100 * BLOCK
 
 
 def test_a_model_that_leaves_nothing_is_refused() -> None:

@@ -4,8 +4,11 @@ on nothing but the row."""
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +21,9 @@ from engine.ops import compile as native_build
 from engine.ops import create_ops
 from engine.ops.cpu import CpuOps
 from engine.ops.native import NativeOps
+from engine.params import SamplingParams
+from engine.sampler import Sampler
+from engine.sequence import Sequence
 from tests.engine.forward import BLOCK_SIZE, Part, forward, make_sequence, random_adapter, step_of
 from tests.engine.test_ops import (
     QKV,
@@ -32,26 +38,43 @@ from tests.engine.test_ops import (
 from tests.tiny import tiny_model
 
 OPS = NativeOps()
+"""Of the fastest instruction set here, which every other test runs with too."""
+
+
+@pytest.fixture(params=native_build.supported(), ids=lambda each: each.name, scope="module")
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    """Of each instruction set that this machine can run."""
+    return NativeOps(request.param)
+
+
+def as_read(x: torch.Tensor, ops: NativeOps) -> torch.Tensor:
+    """Activations as products see them."""
+    return x.bfloat16().float() if ops.rounds_activations else x
+
+
+def tolerance(ops: NativeOps) -> float:
+    """Of what passes two products: what lies between them may be rounded to bf16."""
+    return 2**-7 if ops.rounds_activations else 2e-5
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 12, 13, 25, 250, 500])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (33, 17), (100, 63), (5, 1)])
-def test_linear(rows: int, outputs: int, inputs: int) -> None:
+def test_linear(ops: NativeOps, rows: int, outputs: int, inputs: int) -> None:
     """W·x + b for any number of rows and any shape, and each row's bits are those that it has alone."""
     draw = torch.Generator().manual_seed(rows)
     weight = torch.randn(outputs, inputs, generator=draw).bfloat16()
     x, bias = torch.randn(rows, inputs, generator=draw), torch.randn(outputs, generator=draw)
-    packed = OPS.pack_linear(weight)
+    packed = ops.pack_linear(weight)
 
-    got = OPS.linear(x, packed, bias)
+    got = ops.linear(x, packed, bias)
 
-    assert torch.allclose(got.double(), x.double() @ weight.double().t() + bias, atol=1e-4)
-    assert torch.equal(got[-1:], OPS.linear(x[-1:].clone(), packed, bias))
+    assert torch.allclose(got.double(), as_read(x, ops).double() @ weight.double().t() + bias, atol=1e-4)
+    assert torch.equal(got[-1:], ops.linear(x[-1:].clone(), packed, bias))
 
 
 @pytest.mark.parametrize("kind", ["identical", "distinct", "uniform", "zipf"])
 @pytest.mark.parametrize("shape", ["decode", "mixed"])
-def test_lora(kind: str, shape: str) -> None:
+def test_lora(ops: NativeOps, kind: str, shape: str) -> None:
     """Mixed ranks, targets and base rows in one batch, whatever the popularity; base rows untouched bit for bit."""
     bank = filled_bank(8, torch.bfloat16)
     lengths = [1] * 24 if shape == "decode" else [1 + 5 * (row % 4) for row in range(24)]
@@ -59,17 +82,17 @@ def test_lora(kind: str, shape: str) -> None:
     x, y = torch.randn(batch.num_tokens, 64), torch.randn(batch.num_tokens, 128)
     got = y.clone()
 
-    OPS.lora(got, x, OPS.plan(batch), 1, QKV)
+    ops.lora(got, x, ops.plan(batch), 1, QKV)
 
     num_base = batch.segments[0].start if batch.segments else batch.num_tokens
-    assert (got - naive_lora(y, x, batch, bank, 1, QKV)).abs().max() <= 2e-5
+    assert (got - naive_lora(y, as_read(x, ops), batch, bank, 1, QKV)).abs().max() <= tolerance(ops)
     assert torch.equal(got[:num_base], y[:num_base])
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("window", [None, 7, 16, 50])
 @pytest.mark.parametrize("spans", SPANS)
-def test_attention(spans: str, window: int | None, head_dim: int) -> None:
+def test_attention(ops: NativeOps, spans: str, window: int | None, head_dim: int) -> None:
     """Decodes of any lengths, first and later chunks in one batch, with and without sliding window."""
     draw = torch.Generator().manual_seed(2)
     batch = attention_batch(SPANS[spans])
@@ -77,12 +100,12 @@ def test_attention(spans: str, window: int | None, head_dim: int) -> None:
     q = torch.randn(batch.num_tokens, 6, head_dim, generator=draw)
     plain = torch.randn(2, num_slots, 2, head_dim, generator=draw).bfloat16()
     cache = torch.zeros(2, num_slots, 2, head_dim, dtype=torch.bfloat16)
-    OPS.write_kv(plain[0].float(), plain[1].float(), cache, torch.arange(num_slots))
+    ops.write_kv(plain[0].float(), plain[1].float(), cache, torch.arange(num_slots))
 
-    got = OPS.attention(q, cache, OPS.plan(batch), 0.25, window)
+    got = ops.attention(q, cache, ops.plan(batch), 0.25, window)
 
-    wanted = naive_attention(q, plain.float(), batch, batch.positions_T.tolist(), 0.25, window)
-    assert (got - wanted).abs().max() <= 2e-5
+    wanted = naive_attention(as_read(q, ops), plain.float(), batch, batch.positions_T.tolist(), 0.25, window)
+    assert (got - wanted).abs().max() <= tolerance(ops)
 
 
 def test_an_overflow_stays_with_its_owner() -> None:
@@ -105,22 +128,56 @@ def test_an_overflow_stays_with_its_owner() -> None:
     assert answers[0].isfinite().all()
 
 
-def test_small_ones() -> None:
+def test_small_ones(ops: NativeOps) -> None:
     """Norm, residual, SiLU·mul and rope equal torch, at widths that fill no whole vector too."""
     reference = CpuOps(torch.float32)
     for width in (16, 50, 576):
         x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
-        assert torch.allclose(OPS.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=1e-5)
-        got, added = OPS.add_rms_norm(x, residual.clone(), weight, 1e-5)
+        assert torch.allclose(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=1e-5)
+        got, added = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
         assert torch.equal(added, residual + x)
         assert torch.allclose(got, reference.rms_norm(added, weight, 1e-5), atol=1e-5)
         wide = torch.cat((x * 30, residual), 1)
-        assert torch.allclose(OPS.silu_mul(wide), reference.silu_mul(wide.clone()), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(ops.silu_mul(wide), reference.silu_mul(wide.clone()), rtol=1e-5, atol=1e-6)
     heads, angles = torch.randn(5, 6, 16), torch.randn(5, 8)
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1)
-    assert torch.allclose(OPS.rope(heads.clone(), cos, sin), reference.rope(heads, cos, sin), atol=1e-5)
+    assert torch.allclose(ops.rope(heads.clone(), cos, sin), reference.rope(heads, cos, sin), atol=1e-5)
     extremes = torch.tensor([[-200.0, -88.0, 0.0, 88.0, 200.0, math.inf] * 4 + [1.0] * 24])
-    assert OPS.silu_mul(extremes)[:, :5].isfinite().all()
+    assert ops.silu_mul(extremes)[:, :5].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab_size", [5000, 383, 50])
+def test_native_sampling_chooses_as_torch_does(ops: NativeOps, vocab_size: int) -> None:
+    """Seeded draws give the same tokens natively, whatever the cuts: of steep rows, flat ones, rows with equal logits
+    and with blocked ones."""
+    logits = torch.randn(80, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    logits[:20] *= 0.05
+    logits[20:40] = logits[20:40].round()
+    logits[60:70, ::2] = torch.finfo(torch.float32).min
+    rows = [
+        Sequence("r", 0, [1] * (1 + index), 1, SamplingParams(temperature=0.5 + index / 64, **cut), index)
+        for index in range(16)
+        for cut in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05, "top_p": 0.95}, {}, {"top_k": 700, "top_p": 0.97})
+    ]
+    by_torch, native = (Sampler((2,), draw).sample(logits.clone(), rows) for draw in (None, ops.draw))
+
+    assert [each.token_id for each in native] == [each.token_id for each in by_torch]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 50, 4096, 5003])
+def test_native_greedy_is_argmax(ops: NativeOps, vocab_size: int) -> None:
+    """The lowest id among the largest logits, also where it is the last; NaN, ∞ and rows of −∞ aren't sound."""
+    logits = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1)).mul(3).round()
+    logits[30, -1] = 1e9
+    logits[31, vocab_size // 2] = math.nan
+    logits[32, 0] = math.inf
+    logits[33] = -math.inf
+
+    tokens, is_sound = ops.greedy(logits)
+
+    kept = [*range(31), *range(34, 40)]
+    assert tokens[kept].tolist() == logits[kept].argmax(-1).tolist()
+    assert np.flatnonzero(is_sound == 0).tolist() == [31, 32, 33]
 
 
 def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path) -> None:
@@ -166,6 +223,7 @@ def test_threads_change_no_bit() -> None:
 def test_without_a_compiler_plain_torch_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Where nothing can be built, the model still runs, and the log says why it is slow and what to install."""
     monkeypatch.setattr(native_build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DNOT_BUILT_YET"))
 
     ops = create_ops("cpu", torch.bfloat16, 64, 16)
 
@@ -181,3 +239,52 @@ def test_a_failing_compiler_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_pat
         native_build.load_library(tmp_path)
 
     assert not list(tmp_path.iterdir())
+
+
+def test_only_what_the_processor_has_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An old processor gets the instruction set that it has, an unknown one plain torch: no instruction is illegal."""
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(native_build, "CPU_INFO", info)
+    monkeypatch.setattr(native_build.platform, "machine", lambda: "x86_64")
+    found = []
+    for flags in ("fpu sse2", "sse2 avx2 fma bmi2", "sse2 avx2 fma bmi2 avx512f", "sse2 avx512f avx512_bf16"):
+        info.write_text(f"processor : 0\nmodel name : old\nflags : {flags}\n")
+        found.append(native_build.supported()[0].name)
+    monkeypatch.setattr(native_build.platform, "machine", lambda: "riscv64")
+
+    assert found == ["sse2", "avx2", "avx2", "sse2"]
+    with pytest.raises(native_build.BuildError, match="riscv64"):
+        native_build.load_library(tmp_path)
+
+
+def test_the_form_of_products_is_chosen_once(tmp_path: Path) -> None:
+    """Whether the dot product of bf16 is the faster one is measured once and kept beside the library: a machine gives
+    the same bits at every start."""
+    if native_build.DOT not in native_build.supported():
+        pytest.skip("this machine has no dot product of bf16")
+    library = native_build.load_library(instruction_set=native_build.DOT)
+    first = native_build._is_dot_faster(library, tmp_path)
+    (note,) = tmp_path.glob("cpu-dot-*")
+
+    note.write_text(str(int(not first)))
+
+    assert native_build._is_dot_faster(library, tmp_path) is not first
+
+
+def test_arm64_under_an_emulator(tmp_path: Path) -> None:
+    """What this machine can't run is right too: built by a cross compiler, the operations for NEON equal naive loops in
+    an emulated processor."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    if compiler is None or emulator is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+    (neon,) = native_build.INSTRUCTION_SETS["aarch64"]
+    flags = [flag for flag in native_build.FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
+    source = Path(__file__).with_name("native_check.cpp")
+    program = tmp_path / "check"
+    command = [compiler, *flags, *neon.flags, "-O1", "-static", f"-I{native_build.SOURCES}", str(source), "-o", program]
+    subprocess.run(command, check=True, timeout=250)
+
+    done = subprocess.run([emulator, program], capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == 0, done.stdout
+    assert "all equal" in done.stdout

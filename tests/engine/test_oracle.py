@@ -278,21 +278,54 @@ def test_an_empty_step_after_a_mass_abort(tiny: World) -> None:
 # ---- memory
 
 
-def test_preemption_loses_and_doubles_nothing(tiny: World) -> None:
+@pytest.mark.parametrize("back", ["recompute", "swap", "disk"])
+def test_preemption_loses_and_doubles_nothing(tiny: World, tmp_path: Path, back: str) -> None:
     """KV-02: 8 requests of 150 tokens on base and adapters in KV for fewer: preempted rows go on as if nothing had
-    been. Every chunk begins where the one before ended."""
-    kv = 24 * block_bytes(tiny.shape, BLOCK, torch.float32)
-    llm, refs = tiny.llm(kv_blocks=24, max_num_seqs=8)
+    been, whether they are computed again or come back from the host or the disk: each token is the oracle's, with its
+    logprob. Every chunk begins where the one before ended."""
+    one_block = block_bytes(tiny.shape, BLOCK, torch.float32)
+    tiers: dict[str, object] = {"swap": "on", "kv_host_bytes": 20 * one_block} if back != "recompute" else {}
+    if back == "disk":
+        tiers["kv_disk_dir"] = tmp_path
+    llm, refs = tiny.llm(kv_blocks=24, max_num_seqs=8, **tiers)
     names: list[str | None] = [None, "a1", "a2", "a3", None, "a4", "a5", "a1"]
     prompts = [prompt_of(5 + 3 * i, i) for i in range(8)]
 
-    outputs = llm.generate(prompts, greedy(150), [refs[name] for name in names])
+    outputs = llm.generate(prompts, greedy(150, logprobs=0), [refs[name] for name in names])
 
     assert llm.stats.preemptions_total > 0
+    assert (llm.stats.resumed["swap"] > 0) == (back != "recompute")
     assert [len(output.token_ids) for output in outputs] == [150] * 8
     tiny.check(prompts, outputs, names)
-    starts = chunk_starts(EngineConfig(model=tiny.model, dtype="float32", kv_memory_bytes=kv, max_num_seqs=8), prompts)
-    assert starts == {str(i): list(range(150)) for i in range(8)}
+    for prompt, output, name in zip(prompts, outputs, names, strict=True):
+        wanted = tiny.oracle.logprobs(prompt, output.token_ids, name)
+        assert own_logprobs(output) == pytest.approx(wanted, abs=1e-3)
+    if back == "recompute":
+        config = EngineConfig(model=tiny.model, dtype="float32", kv_memory_bytes=24 * one_block, max_num_seqs=8)
+        assert chunk_starts(config, prompts) == {str(i): list(range(150)) for i in range(8)}
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_prefixes_from_the_tiers_are_right(tiny: World, tmp_path: Path, has_disk: bool) -> None:
+    """PC-02, PC-06 below the device: a prompt of 200 tokens under base and two adapters, whose blocks leave the device
+    in between, comes back to each from its own KV: answers and logprobs are the oracle's."""
+    one_block = block_bytes(tiny.shape, BLOCK, torch.float32)
+    slots, directory = (20, tmp_path) if has_disk else (90, None)
+    llm, refs = tiny.llm(kv_blocks=16, kv_host_bytes=slots * one_block, kv_disk_dir=directory, swap="on")
+    names: list[str | None] = [None, "a1", "a2"]
+    prompt = prompt_of(200, 6)
+    cached = []
+    for name in [*names, *names, *names]:
+        output = llm.generate([prompt], greedy(8, logprobs=0), refs[name])[0]
+        cached.append(output.num_cached_tokens)
+        tiny.check([prompt], [output], [name])
+        wanted = tiny.oracle.logprobs(prompt, output.token_ids, name)
+        assert own_logprobs(output) == pytest.approx(wanted, abs=1e-3)
+    tier = llm.stats.kv_tiers[-1]
+
+    assert cached[:3] == [0, 0, 0]
+    assert all(count > 0 for count in cached[6:])
+    assert (tier.tier, tier.hits > 0) == ("disk" if has_disk else "host", True)
 
 
 def chunk_starts(config: EngineConfig, prompts: list[list[int]]) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ def test_an_overflowing_row_fails_alone() -> None:
     free again; the other requests, on another adapter and on the base, are what they would have been."""
     rig = Rig()
     bad, good = adapter(1), adapter(2)
-    rig.runner = Overflowing(rig.num_blocks, rig.block_size, rig.bank)
+    rig.runner = Overflowing(rig.num_blocks, rig.block_size, rig.bank, rig.num_slots)
     rig.runner.digest = bad.digest
     rig.core._runner = rig.runner
     rig.add("bad", [5, 6, 7], bad, max_tokens=20, n=2, ignore_eos=True)

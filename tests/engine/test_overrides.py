@@ -112,7 +112,8 @@ def test_plain_batches_have_no_overrides(adapters: dict[str, Path]) -> None:
 
     def has_any(*names: str | None) -> bool:
         parts = [Part(make_sequence([1, 2], [i], name), 0, 2) for i, name in enumerate(names)]
-        return bool(Overrides(build_batch(step_of(parts), engine.bank, BLOCK_SIZE), engine.ops, 1e-5))
+        batch = build_batch(step_of(parts), engine.bank, BLOCK_SIZE)
+        return bool(Overrides(batch, engine.ops, 1e-5, engine.config.vocab_size))
 
     assert not has_any(None)
     assert not has_any(None, "plain", "dora", "bias")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,7 +49,7 @@ class Files:
 
     @cache  # noqa: B019
     def wanted(self, case: Case) -> Tensor:
-        return judge(self.base(case.base), self.adapter(case))
+        return judge(self.base(case.base), self.adapter(case), case.prompt, case.num_added)
 
     @cache  # noqa: B019
     def wanted_of_base(self, name: str) -> Tensor:
@@ -74,10 +74,16 @@ class Engine:
         shape = self.config.base_shape()
         return load(path, shape, self.ops.adapter_dtype, 64, base=ModelBase(self.model))
 
-    def logits(self, adapters: list[str | None], chunk: int = len(PROMPT)) -> list[Tensor]:
-        """One row of PROMPT per adapter, all in one batch, in chunks."""
+    def logits(
+        self, adapters: list[str | None], chunk: int = len(PROMPT), prompts: list[list[int]] | None = None
+    ) -> list[Tensor]:
+        """One row of PROMPT, or of its own prompt, per adapter, all in one batch, in chunks."""
+        prompts = prompts or [PROMPT] * len(adapters)
         cache = KVCache(self.config, 4 * len(adapters), BLOCK_SIZE, self.ops.weight_dtype)
-        rows = [make_sequence(PROMPT, [2 * i, 2 * i + 1], name) for i, name in enumerate(adapters)]
+        rows = [
+            make_sequence(prompt, [2 * i, 2 * i + 1], name)
+            for i, (name, prompt) in enumerate(zip(adapters, prompts, strict=True))
+        ]
         answers: list[list[Tensor]] = [[] for _ in rows]
         for start in range(0, len(PROMPT), chunk):
             end = min(start + chunk, len(PROMPT))
@@ -85,6 +91,16 @@ class Engine:
             for answer, part in zip(answers, parts, strict=True):
                 answer.append(part)
         return [torch.cat(answer) for answer in answers]
+
+
+def logits_of(engine: Engine, cases: Sequence[Case | None], chunk: int = len(PROMPT)) -> list[Tensor]:
+    """Each row's own vocabulary (None = a base row); nothing is possible beyond it."""
+    names = [None if case is None else case.name for case in cases]
+    rows = engine.logits(names, chunk, [PROMPT if case is None else case.prompt for case in cases])
+    widths = [engine.config.vocab_size + (0 if case is None else case.num_added) for case in cases]
+    for row, width in zip(rows, widths, strict=True):
+        assert (row[:, width:] == -torch.inf).all()
+    return [row[:, :width] for row, width in zip(rows, widths, strict=True)]
 
 
 def limit(wanted: Tensor, ops: str) -> float:
@@ -105,13 +121,15 @@ def test_alone(files: Files, case: Case) -> None:
     engine = Engine(files.base(case.base), CpuOps(torch.float32))
     spec = validate(files.adapter(case), engine.config.base_shape(), Limits())
     host = engine.load(files.adapter(case))
-    engine.bank.place("a", host)
+    engine.bank.place(case.name, host)
 
-    (got,) = engine.logits(["a"])
+    (got,) = logits_of(engine, [case])
 
     wanted = files.wanted(case)
+    assert got.shape == wanted.shape
     assert (got - wanted).abs().max() <= limit(wanted, "cpu")
-    assert (wanted - files.wanted_of_base(case.base)).abs().max() > 100 * limit(wanted, "cpu")
+    of_base = files.wanted_of_base(case.base)
+    assert (wanted[:, : of_base.shape[1]] - of_base).abs().max() > 100 * limit(wanted, "cpu")
     assert host.rank == spec.rank
     assert host.size_bytes <= 2 * spec.packed_bytes
 
@@ -126,9 +144,7 @@ def test_mixed(files: Files, base: str, ops: str, chunk: int) -> None:
     engine = Engine(files.base(base), OPS[ops]())
     for case in cases:
         engine.bank.place(case.name, engine.load(files.adapter(case)))
-    names = [name for case in cases for name in (case.name, None)]
-
-    got = engine.logits(names, chunk)
+    got = logits_of(engine, [one for case in cases for one in (case, None)], chunk)
 
     for case, row, plain in zip(cases, got[::2], got[1::2], strict=True):
         wanted, of_base = files.wanted(case), files.wanted_of_base(base)
@@ -144,9 +160,8 @@ def test_native_bits_do_not_depend_on_the_batch(files: Files) -> None:
     for case in cases:
         engine.bank.place(case.name, engine.load(files.adapter(case)))
 
-    mixed = engine.logits([None, *(case.name for case in cases)])
+    mixed = logits_of(engine, [None, *cases])
 
     for case, row in zip([None, *cases], mixed, strict=True):
-        name = None if case is None else case.name
-        assert torch.equal(engine.logits([name])[0], row), name
-        assert torch.equal(engine.logits([name], chunk=3)[0], row), name
+        assert torch.equal(logits_of(engine, [case])[0], row), case
+        assert torch.equal(logits_of(engine, [case], chunk=3)[0], row), case

@@ -43,6 +43,47 @@ def test_a_higher_class_takes_a_row_and_the_row_alone() -> None:
     assert rig.runner.num_computed == 3 * (8 + 39) + (4 + 5) + (4 + 1)
 
 
+def test_a_pause_is_no_preemption() -> None:
+    """Paused for its row more often than anybody may be preempted, a sequence can still be made to give up its blocks:
+    a pause does not count. Meanwhile it is told as paused, then as swapped, then as neither."""
+    rig = Rig(num_blocks=20, max_num_seqs=1)
+    low = rig.add("low", prompt(20), None, priority=2, max_tokens=30, ignore_eos=True)
+    rig.step()
+    for index in range(MAX_PREEMPTIONS + 2):
+        rig.add(f"high{index}", prompt(4, index), None, priority=0, max_tokens=2, ignore_eos=True)
+        rig.step()
+        assert rig.core.stats("").classes[2].paused == 1
+        while f"high{index}" in rig.scheduler.requests:
+            rig.step()
+        rig.step()
+    assert rig.scheduler.holding.num_pauses == MAX_PREEMPTIONS + 2
+    assert (first(rig, "low").num_preempted, first(rig, "low").may_yield) == (0, True)
+
+    rig.add("large", prompt(60, 9), None, priority=0, max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert rig.scheduler.num_preemptions == 1
+    told = rig.core.stats("").classes[2]
+    assert (told.paused, told.waiting_row + told.waiting_blocks, told.swapped) == (0, 1, 1)
+    rig.run()
+    rig.assert_right(low)
+    assert rig.core.stats("").classes[2].swapped == 0
+
+
+def test_who_ends_while_it_is_swapped_is_told_no_more() -> None:
+    """Aborted after it gave up its blocks."""
+    rig = Rig(num_blocks=20, max_num_seqs=2)
+    rig.add("low", prompt(30), None, priority=2, max_tokens=30, ignore_eos=True)
+    rig.step()
+    rig.add("large", prompt(60, 9), None, priority=0, max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert rig.core.stats("").classes[2].swapped == 1
+    rig.core.abort("low")
+
+    assert rig.core.stats("").classes[2].swapped == 0
+    rig.run()
+    rig.assert_idle()
+
+
 def test_kv09_a_higher_class_takes_blocks() -> None:
     """KV-09: five running, with adapters and without; one of the highest class needs most of the memory: it starts
     next, others give up their blocks, the last first, and end with their own text."""
@@ -125,7 +166,7 @@ def test_sc12_work_is_not_redone_for_ever(slots: int) -> None:
             rig.add(f"high{index}", prompt(50, index), None, priority=0, max_tokens=4, ignore_eos=True)
         rig.step()
 
-    assert counts == set(range(MAX_PREEMPTIONS + 1))
+    assert counts == {0, 1, 2, 3} == set(range(MAX_PREEMPTIONS + 1))
     rig.assert_right(request)
     rig.run()
 
@@ -133,7 +174,7 @@ def test_sc12_work_is_not_redone_for_ever(slots: int) -> None:
 @pytest.mark.parametrize("load", [10, 100])
 def test_a_light_lane_gets_a_row_of_a_heavy_one(load: int) -> None:
     """All rows taken by one lane with 10 or 100 times the rows waiting: another's single requests have their first
-    token in the second step, and the heavy lane's paused work goes on and computes nothing twice."""
+    token in the next step, and the heavy lane's paused work goes on and computes nothing twice."""
     rig = Rig(num_blocks=800, max_num_seqs=8)
     for index in range(8 * load):
         rig.add(f"heavy{index}", prompt(16, index), None, lane="heavy", max_tokens=50, ignore_eos=True)
@@ -144,7 +185,7 @@ def test_a_light_lane_gets_a_row_of_a_heavy_one(load: int) -> None:
         rig.add(f"light{index}", prompt(8, 900 + index), None, lane="light", max_tokens=4, ignore_eos=True)
         while f"light{index}" in rig.scheduler.requests:
             rig.step()
-        assert rig.first_step[f"light{index}"] - arrived <= 2
+        assert rig.first_step[f"light{index}"] - arrived == 1
 
     assert rig.scheduler.num_preemptions == 0
     assert len(rig.scheduler.holding.paused) <= 1
@@ -213,17 +254,44 @@ def test_a_backlog_does_not_age_as_a_whole() -> None:
     assert len(lifted) <= 4
 
 
+def test_who_is_ahead_of_its_share_does_not_age() -> None:
+    """Of two lanes that a flood of the highest class keeps waiting, the one that has had more service than the other is
+    not lifted; it is once the other has caught up."""
+    rig = Rig(max_num_seqs=2, num_blocks=200, options={"ageing_s": 0.3})
+    rig.lanes.slack = 10
+    flood(rig, 5)
+    for name in ("greedy", "modest"):
+        rig.add(name, prompt(8), None, lane=name, priority=2, max_tokens=4, ignore_eos=True)
+        rig.add(f"{name}2", prompt(8), None, lane=name, priority=2, max_tokens=4, ignore_eos=True)
+    (greedy,) = [lane for lane in rig.lanes if (lane.name, lane.priority) == ("greedy", 2)]
+    greedy.counter += 1000
+    flood(rig, 50)
+
+    def rank(id: str) -> int:
+        return rig.scheduler.requests[id].lane.priority
+
+    assert (rank("greedy"), rank("modest")) == (2, 1)
+    greedy.counter -= 1000
+    before = rig.num_steps
+    while rank("greedy") == 2:
+        flood(rig, 1)
+    assert rig.num_steps - before <= 2 * 30 + 1
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.integers(0, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 30), st.booleans(), st.integers(14, 60)
+    st.integers(0, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 30), st.booleans(), st.integers(14, 60),
+    st.sampled_from([0, 30]),
 )  # fmt: skip
 def test_nobody_waits_longer_than_the_bound(
-    priority: int, rows: int, others: int, length: int, has_adapter: bool, num_blocks: int
+    priority: int, rows: int, others: int, length: int, has_adapter: bool, num_blocks: int, num_slots: int
 ) -> None:
-    """Whatever else is sent in whatever class: the first of a lane is admitted within twice the ageing time for each
-    class above it, and then the time that each other lane needs for `max_bypass` of its requests."""
+    """Whatever else is sent in whatever class, with blocks that go to the host and come back or without: the first of a
+    lane is admitted within twice the ageing time for each class above it, and then the time that each other lane needs
+    for `max_bypass` of its requests."""
     ageing_s = 0.2
-    rig = Rig(max_num_seqs=rows, num_blocks=num_blocks, slots=1, options={"ageing_s": ageing_s, "max_bypass": 4})
+    options = {"ageing_s": ageing_s, "max_bypass": 4}
+    rig = Rig(max_num_seqs=rows, num_blocks=num_blocks, slots=1, num_slots=num_slots, options=options)
     arrived = None
     for index in range(1200):
         for lane in range(others):

@@ -251,7 +251,9 @@ def test_greedy_is_argmax(vocab_size: int, dtype: torch.dtype) -> None:
     logits = random_logits(50, vocab_size).to(dtype)
     rows = [sequence(SamplingParams(temperature=1e-6))] * 50
 
-    assert greedy(logits.float()).tolist() == logits.float().argmax(-1).tolist()
+    tokens, is_finite = greedy(logits.float())
+    assert tokens.tolist() == logits.float().argmax(-1).tolist()
+    assert is_finite.all()
     assert [s.token_id for s in Sampler([EOS]).sample(logits, rows)] == logits.float().argmax(-1).tolist()
 
 

@@ -207,7 +207,7 @@ def test_kv02_preemption_loses_and_repeats_nothing(budget: int) -> None:
 
 def test_kv08_preemption_takes_no_more_than_needed() -> None:
     """KV-08: room for 3 sequences, 12 long requests: every step produces tokens, preempts only while no block is free,
-    never the first by rank, and all finish in bounded time."""
+    the first by rank only if no other may give way, and all finish in bounded time."""
     rig = Rig(num_blocks=30, max_num_seqs=12)
     requests = [rig.add(str(index), prompt(8, index), None, max_tokens=30, ignore_eos=True) for index in range(12)]
     while rig.core.has_work:
@@ -217,8 +217,9 @@ def test_kv08_preemption_takes_no_more_than_needed() -> None:
         assert step is not None
         victims = [one for one in held if one not in rig.scheduler.running]
         assert len(victims) == rig.scheduler.num_preemptions - before, "preempted and admitted in one step"
-        assert all(rig.pool.num_free < held[one] for one in victims)
-        assert first == rig.scheduler.running[: len(first)]
+        assert not victims or rig.pool.num_free <= held[victims[0]], "the last to give way gave in vain"
+        others = [one for one in held if one not in first]
+        assert set(first) <= set(rig.scheduler.running) or not any(one.may_yield for one in others)
         assert rig.take(rig.scheduler.commit(step, rig.runner.run(step)))
         rig.check()
     for request in requests:
@@ -302,16 +303,38 @@ def test_pc02_prefixes_are_not_shared_between_adapters() -> None:
     assert cached == [0, 0, 0, 40, 40]
 
 
-def test_pc03_prefixes_are_not_shared_between_salts() -> None:
-    """PC-03: another tenant's salt finds nothing, its own second call does."""
-    rig = Rig()
-    cached = []
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_pc03_prefixes_are_not_shared_between_salts(has_tiers: bool) -> None:
+    """PC-03: a prompt of 500 tokens that another tenant has sent, and whose blocks lie on the device, or on host and
+    disk, is as cold as one that nobody has sent: nothing is cached, as many tokens are computed, and the first token
+    comes after as many steps. Its own second call is warm."""
+    rig = Rig(
+        num_blocks=130 if has_tiers else 270,
+        num_slots=260 * has_tiers,
+        num_files=500 * has_tiers,
+        max_batched_tokens=100,
+        max_model_len=600,
+    )
+    seen = []
     for index, salt in enumerate(["t1", "t2", "t2", "t1"]):
-        rig.add(str(index), prompt(41), None, cache_salt=salt, max_tokens=5)
+        if has_tiers:
+            for _ in range(4):
+                rig.add(
+                    f"flush{len(rig.outputs)}", prompt(500, 1), None, cache_salt=str(len(rig.outputs)), max_tokens=1
+                )
+                rig.run()
+        computed, steps = rig.runner.num_computed, rig.num_steps
+        rig.add(str(index), prompt(500), None, cache_salt=salt, max_tokens=5, ignore_eos=True)
         rig.run()
-        cached.append(rig.chunks[-1].num_cached_tokens)
+        found = rig.chunks[-1].num_cached_tokens
+        seen.append((found, rig.runner.num_computed - computed, rig.first_step[str(index)] - steps))
 
-    assert cached == [0, 0, 40, 40]
+    assert seen[0] == seen[1] == (0, 504, 5)
+    if not has_tiers:
+        assert seen[2] == seen[3] == (496, 8, 1)
+    else:
+        assert seen[2][0] > 0
+        assert seen[2][1] == 504 - seen[2][0]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -344,23 +367,31 @@ def test_pc06_generated_tokens_are_cached_under_their_adapter() -> None:
     assert cached == [0, 0, 0, 24]
 
 
-def test_pc07_recycled_blocks_are_not_found_by_their_old_prefix() -> None:
-    """PC-07: 12 blocks, 20 prompts of 3 blocks, then the first again, and the last, by two tenants: every text is
-    right (the runner checks every slot that is read), and nothing is found that was recycled."""
-    rig = Rig(num_blocks=12, block_size=16, max_num_seqs=3)
+@pytest.mark.parametrize("num_slots", [0, 8, 200])
+def test_pc07_recycled_blocks_are_not_found_by_their_old_prefix(num_slots: int) -> None:
+    """PC-07: 12 blocks, 20 prompts of 3 blocks, then the first again, and the last, by two tenants, without and with
+    host memory that is recycled too: every text is right (the runner checks every slot that is read); what was recycled
+    is not found, what is still there is."""
+    rig = Rig(num_blocks=12, block_size=16, max_num_seqs=3, num_slots=num_slots)
     prompts = [[3 + (index * 50 + position) % 997 for position in range(48)] for index in range(20)]
-    count = 0
+    requests = []
     for order in (range(20), [0, 19, 0, 19]):
         for index in order:
             for salt in ("t1", "t2"):
-                count += 1
-                request = rig.add(str(count), prompts[index], None, cache_salt=salt, max_tokens=4)
-                if count % 3:
+                requests.append(
+                    rig.add(str(len(requests)), prompts[index], None, cache_salt=salt, max_tokens=4, ignore_eos=True)
+                )
+                if len(requests) % 3:
                     rig.run()
                 rig.step()
         rig.run()
+    cached = {chunk.id: chunk.num_cached_tokens for chunk in rig.chunks}
+
+    for request in requests:
         rig.assert_right(request)
-    assert len(rig.finished) == count
+    assert {cached[str(index)] for index in range(40)} == {0}
+    assert cached["40"] == cached["41"] == (32 if num_slots == 200 else 0)
+    assert cached["44"] > 0
 
 
 def test_pc09_crafted_prompts_do_not_meet() -> None:

@@ -29,6 +29,7 @@ class Add:
     prompt_logprobs: bool
     timeout_s: float | None
     replayed: int
+    ephemeral: bool
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Steps:
 @dataclass(frozen=True)
 class Disk:
     is_stuck: bool
+
+
+@dataclass(frozen=True)
+class KVDisk:
+    is_broken: bool
+    loses_files: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ adds = st.builds(
     prompt_logprobs=st.sampled_from([False, False, False, True]),
     timeout_s=st.sampled_from([None, None, None, 0.3]),
     replayed=st.sampled_from([0, 0, 0, 1, 9]),
+    ephemeral=st.sampled_from([False, False, True]),
 )
 others = st.one_of(
     st.builds(Abort, st.integers(0, 30)),
@@ -85,6 +93,7 @@ others = st.one_of(
     st.builds(Steps, st.integers(1, 8)),
     st.builds(Steps, st.integers(1, 8)),
     st.builds(Disk, st.booleans()),
+    st.builds(KVDisk, st.booleans(), st.booleans()),
     st.builds(Break, st.integers(0, 5), st.integers(0, 2)),
     st.builds(Evict, st.integers(0, 5)),
 )
@@ -101,6 +110,10 @@ rigs = st.builds(
     prefix=st.booleans(),
     delay=st.integers(0, 3),
     options=st.builds(dict, ageing_s=st.sampled_from([0.05, 0.2, 30.0])),
+    num_slots=st.sampled_from([0, 1, 5, 12, 40]),
+    num_files=st.sampled_from([0, 0, 3, 60]),
+    swap=st.sampled_from(["on", "on", "off", "auto"]),
+    is_copy_fast=st.booleans(),
 )
 
 
@@ -131,6 +144,10 @@ class Story:
                     self.rig.step()
             case Disk(is_stuck):
                 self.rig.fetcher.is_stuck = is_stuck
+            case KVDisk(is_broken, loses_files):
+                self.rig.disk.is_broken = is_broken
+                if loses_files:
+                    self.rig.disk.files.clear()
             case Break(index, kind):
                 error = [OSError("io"), AdapterInvalid("bad", "bad"), AdapterMissing("adapter_missing", "gone")][kind]
                 self.rig.broken[adapter(index).digest] = [error]
@@ -146,7 +163,9 @@ class Story:
             n=add.n, max_tokens=max_tokens, min_tokens=min(add.min_tokens, max_tokens or 4), ignore_eos=add.ignore_eos,
             prompt_logprobs=0 if add.prompt_logprobs else None,
         )  # fmt: skip
-        own = dict(lane=add.lane, priority=add.priority, cache_salt=add.salt, timeout_s=add.timeout_s)
+        own = dict(
+            lane=add.lane, priority=add.priority, cache_salt=add.salt, timeout_s=add.timeout_s, ephemeral=add.ephemeral
+        )  # fmt: skip
         try:
             request = self.rig.add(id, prompt(add.length, add.family), ref, **own, **options)
             if add.replayed:
@@ -187,9 +206,10 @@ class Story:
 @given(rigs, stories)
 def test_every_request_ends_with_its_own_text(rig: Rig, story: list[object]) -> None:
     """Random arrivals, aborts, evictions, slow and broken disks, n > 1, replays, prefixes, classes, chunk budgets 1, 7,
-    16, 32, 1000, ageing and memories that force every kind of preemption: blocks, bytes and pins are conserved at every
-    step, running sequences keep blocks and adapter, nobody gives up blocks more than three times, every request ends,
-    and every text is that of an undisturbed run (SC-01, KV-02, KV-05)."""
+    16, 32, 1000, ageing, KV tiers on the host and on a disk that breaks and forgets, and memories that force every kind
+    of preemption: blocks, slots, bytes and pins are conserved at every step, running sequences keep blocks and adapter,
+    nobody gives up blocks more than three times, every request ends, and every text is that of an undisturbed run
+    (SC-01, KV-02, KV-05)."""
     tale = Story(rig)
     for action in story:
         tale.apply(action)
@@ -203,7 +223,8 @@ def test_equal_stories_are_equal(rig: Rig, story: list[object]) -> None:
     again = Rig(
         num_blocks=rig.num_blocks, block_size=rig.block_size, slots=rig.slots, max_num_seqs=rig.max_num_seqs,
         max_batched_tokens=rig.max_batched_tokens, max_model_len=rig.max_model_len, prefix=rig.prefix, delay=rig.delay,
-        options=rig.options,
+        options=rig.options, num_slots=rig.num_slots, num_files=rig.num_files, swap=rig.swap,
+        is_copy_fast=rig.is_copy_fast,
     )  # fmt: skip
     for one in (rig, again):
         tale = Story(one)

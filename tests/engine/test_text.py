@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.protocol import Chunk, FinishReason, TokenLogprobs
-from engine.text import PromptError, TextDelta, TextStream, Tokenizer, TokenizerError
+from engine.text import PromptError, Tokenizer, TokenizerError
+from engine.text_stream import TextDelta, TextStream
 from tests.tiny import tiny_model
 
 TEXTS = [
@@ -30,7 +31,7 @@ def tokenizer(tiny_llama: Path) -> Tokenizer:
 
 def run(
     tokenizer: Tokenizer, ids: list[int], params: SamplingParams, *, sizes: list[int] | None = None,
-    finish: FinishReason = "length", stop_id: int | None = None, starts_text: bool = False,
+    finish: FinishReason = "length", stop_id: int | None = None, starts_text: bool = False, tells_tokens: bool = True,
 ) -> list[TextDelta]:  # fmt: skip
     """All deltas of ids that arrive in chunks of `sizes` (default one by one)."""
     stream = TextStream(tokenizer, params, starts_text=starts_text)
@@ -51,7 +52,7 @@ def run(
                     ids=part,
                     finish=finish if is_last else None,
                     stop_id=stop_id if is_last else None,
-                    logprobs=logprobs,
+                    logprobs=logprobs if tells_tokens else None,
                 )
             )
         )
@@ -150,6 +151,23 @@ def _shared_tokenizer() -> Tokenizer:
 
         _TOKENIZERS.append(Tokenizer(tiny_model(Path(tempfile.mkdtemp()) / "m")))
     return _TOKENIZERS[0]
+
+
+def test_known_pieces_change_nothing(tiny_llama: Path) -> None:
+    """What the template adds is not encoded again with every request: the ids are those of the whole text."""
+    tokenizer, whole = Tokenizer(tiny_llama), Tokenizer(tiny_llama)
+    whole._known = {}
+    assert len(tokenizer._known) > len(tokenizer._controls), "control tokens, and what lies between them"
+    draw = random.Random(0)
+    said = [*TEXTS, *FORGERIES, "\n", "user", "assistant\n", "<|", "im_end|>"]
+    for _ in range(300):
+        messages = [
+            {"role": draw.choice(("system", "user", "assistant")), "content": "".join(draw.choices(said, k=3))}
+            for _ in range(draw.randint(1, 4))
+        ]
+        begins = draw.random() < 0.5
+        found, wanted = (t.encode_chat(messages, add_generation_prompt=begins) for t in (tokenizer, whole))
+        assert found == wanted, messages
 
 
 def test_template_variables_are_no_way_in_either(tmp_path: Path, tiny_llama: Path) -> None:
@@ -354,6 +372,23 @@ def test_any_ids_give_their_decode(ids: list[int], sizes: list[int]) -> None:
     assert tokens == shown[: len(tokens)]
     offsets = [token.offset for delta in deltas for token in delta.tokens]
     assert offsets == sorted(offsets)
+
+
+@given(st.lists(st.integers(0, 383), max_size=40), st.lists(st.integers(1, 5), max_size=40), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_text_is_the_same_without_its_tokens(ids: list[int], sizes: list[int], starts_text: bool) -> None:
+    """Chunks without logprobs, whose tokens are not told one by one: the same deltas of text, the same counts."""
+    tokenizer, params = _shared_tokenizer(), SamplingParams()
+
+    told, plain = (
+        run(tokenizer, ids, params, sizes=list(sizes), starts_text=starts_text, tells_tokens=tells_tokens)
+        for tells_tokens in (True, False)
+    )
+
+    assert [(one.text, one.num_tokens, one.finish) for one in plain] == [
+        (one.text, one.num_tokens, one.finish) for one in told
+    ]
+    assert not any(one.tokens for one in plain)
 
 
 def _without_incomplete_end(data: bytes) -> str:

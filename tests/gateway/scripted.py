@@ -116,6 +116,9 @@ class ScriptedGeneration:
         self._position += 1
         return self._chunks[self._position - 1]
 
+    def ready(self) -> list[Chunk]:
+        return []
+
     @property
     def is_finished(self) -> bool:
         return self._position == len(self._chunks)
@@ -123,7 +126,7 @@ class ScriptedGeneration:
     def stop(self, choice: int) -> None:
         self.stopped.append(choice)
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self.num_closed += 1
 
 

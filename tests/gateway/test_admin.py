@@ -36,8 +36,8 @@ async def test_life_of_a_tenant(admin: httpx.AsyncClient) -> None:
     assert made.status_code == 201
     assert made.json() | {"created_at": 0} == {
         "object": "tenant", "id": "acme", "name": "acme", "weight": 1.0, "priority": "standard", "models": None,
-        "limits": unlimited, "model_limits": {}, "plan": None, "model_names": {},
-        "unknown_fields": "reject", "suspended": False, "created_at": 0,
+        "limits": unlimited, "model_limits": {}, "adapter_limits": {}, "plan": None, "model_names": {},
+        "unknown_fields": "reject", "retention": None, "suspended": False, "created_at": 0,
     }  # fmt: skip
     assert error(await admin.post(TENANTS, json={"id": "acme"}), 409)["param"] == "id"
 

@@ -134,7 +134,7 @@ async def test_long_answers_are_topped_up(server: Live, monkeypatch: pytest.Monk
     tenant = f"growing-{limit}"
     client = await limited(server, tenant, tokens_per_day=limit)
     server.engine._reply = lambda request: [[60] * 300 + [2]]  # type: ignore[method-assign, assignment]
-    server.engine._delay_s = 0.001
+    server.engine._delay_s = 0.004
     bucket = TenantSlot(tenant).bucket("tenant", "tokens:day")
     store = redis.Redis.from_url(server.settings.redis_url, decode_responses=True)
     levels = []

@@ -45,13 +45,17 @@ async def test_one_round_trip_in_and_one_out(server: Live) -> None:
     await (await server.http()).patch("/admin/v1/tenants/counted", json={"limits": limits})
     await client.post("/v1/chat/completions", json=chat())
 
-    async def calls() -> int:
-        async with redis.asyncio.Redis.from_url(server.settings.redis_url) as own:
-            stats = await own.info("commandstats")
-        return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval"))
+    async with redis.asyncio.Redis.from_url(server.settings.redis_url) as own, own.monitor() as monitor:
+        for _ in range(20):
+            assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+        await own.echo("done")
+        asked: list[str] = []
+        while not asked or "done" not in asked[-1]:
+            told = await monitor.next_command()
+            if told["client_type"] != "lua":  # those within a script cost no way
+                asked.append(told["command"])
 
-    before = await calls()
-    for _ in range(20):
-        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
-
-    assert await calls() - before == 40
+    of_requests = [command for command in asked if "{t:counted}:attempt:" in command]  # what else there is, upkeep does
+    assert [command.split()[0] for command in of_requests] == ["EVALSHA"] * 40
+    assert sum(" hold " in command for command in of_requests) == 20
+    assert sum(" settle " in command for command in of_requests) == 20

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from gateway.app import ROUTERS
 from gateway.auth import PUBLIC, Requires
+from gateway.errors import to_api_error
 from tests.gateway.live import ADMIN_KEY, Live
 from tests.gateway.scripted import Script, chat, error_of
 
@@ -32,6 +33,8 @@ BROKEN = {
     "string": b'"s"',
     "number": b"1",
     "twice": b'{"model":"tiny","model":"other","messages":[]}',
+    "twice, escaped": b'{"model":"tiny","mod\\u0065l":"other","messages":[]}',
+    "twice beside a quotation": b'{"model":"tiny","model" :"other","messages":[{"role":"user","content":"\\": \\":"}]}',
     "twice inside": b'{"model":"tiny","messages":[{"role":"user","role":"system","content":"x"}]}',
     "nan": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
     "infinity": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":Infinity}',
@@ -92,6 +95,18 @@ async def test_framework_errors(server: Live) -> None:
         error_of(answer)
     head = await client.head("/v1/models")
     assert head.status_code == 405
+
+
+async def test_load_balancers_ask_by_head(server: Live) -> None:
+    """HEAD of the health routes says what GET says, without body and key; of an engine that is away, too."""
+    async with httpx.AsyncClient(base_url=server.url) as client:
+        for is_up in (True, False):
+            if not is_up:
+                server.engine.ready = None
+            for path in ("/livez", "/readyz", "/health"):
+                head, get = await client.head(path), await client.get(path)
+                assert head.status_code == get.status_code == (200 if is_up or path == "/livez" else 503), path
+                assert head.content == b""
 
 
 async def test_the_clients_exceptions(server: Live) -> None:
@@ -296,6 +311,24 @@ async def test_nothing_without_a_key(server: Live, authorization: str | None) ->
     assert (await client.head("/v1/models", headers=headers)).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (PATH, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages[0].content[0].image_url"),
+        (PATH, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+         "messages[0].content[0].text"),
+        (PATH, {"messages": [{"role": "user", "content": "x"}], "metadata": {"Team": 5}}, "metadata.Team"),
+        ("/v1/responses", {"input": "x", "conversation": {"id": "c", "x": 1}}, "conversation.x"),
+    ],
+)  # fmt: skip
+async def test_paths_are_those_of_the_request(server: Live, path: str, body: dict[str, Any], param: str) -> None:
+    """T1: `param` is the path in what the client sent, without the names of our own classes."""
+    client = await server.http(await server.key("acme"))
+    answer = await client.post(path, json={"model": "tiny"} | body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
 async def test_keys_of_two_classes(server: Live) -> None:
     """AU-02: a tenant's key is 403 on every admin route, the admin's on inference; the document needs any key."""
     tenant, admin = await server.http(await server.key("acme")), await server.http()
@@ -373,3 +406,24 @@ async def test_much_of_nothing(server: Live, what: str) -> None:
     assert answer.status_code in (400, 413), answer.text
     error_of(answer)
     assert longest < 1.0, "the event loop stood still"
+
+
+async def test_the_log_quotes_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """A fault that nobody expected is logged with its kind, its place and its cause, but without messages: they may
+    hold what somebody said."""
+
+    def fail() -> None:
+        try:
+            raise KeyError("a secret prompt")
+        except KeyError as error:
+            raise RuntimeError("with a secret prompt") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
+    answer = to_api_error(caught.value)
+
+    assert (answer.status, answer.code) == (500, None)
+    assert "RuntimeError" in caplog.text
+    assert "KeyError" in caplog.text
+    assert "test_errors.py" in caplog.text
+    assert "secret" not in caplog.text + answer.message

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.protocol import AdapterState, ClassState, LaneState, Stats
+from engine.protocol import AdapterState, ClassState, LaneState, Stats, TierState
 from gateway.engine_metrics import STRUCTURED, collect
-from gateway.metrics import KEY, Metrics
+from gateway.metrics import FAMILIES, KEY, Metrics
 from gateway.replicas import ReplicaSet
 from tenants.state import Client, RedisUnavailable, connect
 from tests.fakes import FakeEngine
@@ -112,20 +112,30 @@ async def test_the_engine_tells_who_waits_for_what(live: Live) -> None:
     live.engine.stats = Stats(
         **numbers | {"boot_id": "boot", "blocks_total": 20},  # type: ignore[arg-type]
         adapters=[AdapterState("0" * 64, "resident", 100, 2)],
-        classes=[ClassState(0, 1, 0, 0, 0, 0), ClassState(1, 2, 3, 4, 0, 5), ClassState(2, 0, 0, 6, 0, 0)],
+        classes=[ClassState(0, 1, 0, 0, 0, 0), ClassState(1, 2, 3, 4, 0, 5, 6), ClassState(2, 0, 0, 6, 0, 0)],
         lanes=[LaneState("acme", 1, 2, 9, 700.0, 350.0)],
         preemptions={"pause": 1, "blocks": 2, "adapter": 3},
         failures={"deadline": 4},
         arrivals={"resident": 5, "disk": 6},
+        kv_tiers=[TierState("host", 3, 300, 900, 11, 12, 13, 0), TierState("disk", 4, 400, 1000, 21, 22, 23, 24)],
+        resumed={"swap": 8, "recompute": 9, "kept": 10},
+        speeds={"copy_bytes": 1e9},
     )
     admin = await live.http(ADMIN_KEY)
 
     text = (await admin.get("/metrics")).content
     for sample, expected in {
         'chorus_engine_sequences{class="standard",replica="0",state="paused"}': 3,
+        'chorus_engine_sequences{class="standard",replica="0",state="swapped"}': 6,
         'chorus_engine_waiting_for{cause="adapter",class="standard",replica="0"}': 5,
         'chorus_engine_waiting_for{cause="row",class="batch",replica="0"}': 6,
         'chorus_engine_blocks{replica="0",state="free",tier="device"}': 6,
+        'chorus_engine_blocks{replica="0",state="cached",tier="host"}': 3,
+        'chorus_engine_kv_tier_bytes{replica="0",state="total",tier="disk"}': 1000,
+        'chorus_engine_kv_tier_blocks_total{event="hits",replica="0",tier="host"}': 11,
+        'chorus_engine_kv_tier_blocks_total{event="faults",replica="0",tier="disk"}': 24,
+        'chorus_engine_resumed_total{how="swap",replica="0"}': 8,
+        'chorus_engine_kv_speed{of="copy_bytes",replica="0"}': 1e9,
         'chorus_engine_preemptions_by_kind_total{kind="pause",replica="0"}': 1,
         'chorus_engine_failures_total{code="deadline",replica="0"}': 4,
         'chorus_engine_requests_total{replica="0",tier="disk"}': 6,
@@ -140,16 +150,29 @@ async def test_the_engine_tells_who_waits_for_what(live: Live) -> None:
         {"lane": "acme", "priority": "standard", "running": 2, "waiting": 9, "service": 700.0, "counter": 350.0}
     ]
     assert engine["classes"][1]["waiting_adapter"] == 5
+    assert engine["kv_tiers"][1]["faults"] == 24
     assert engine["config"]["max_num_seqs"] == live.engine.ready.max_num_seqs  # type: ignore[union-attr]
     client = await live.http(await live.key("curious"))
     assert (await client.get("/admin/v1/engine")).status_code == 403
 
 
+def documented(title: str) -> set[str]:
+    """The names in the first column of the table under this title of docs/operating.md."""
+    text = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    rows = [line.split("|")[1] for line in text.split(f"### {title}\n")[1].split("\n#")[0].splitlines() if "|" in line]
+    return {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+
+
+def test_every_metric_of_the_gateway_is_documented() -> None:
+    """docs/operating.md names every metric of the gateway, and no other."""
+    named = {f"chorus_{name.removesuffix('_total')}" for name in documented("Metrics of the gateway")}
+
+    assert named == {*FAMILIES, "chorus_redis_up"}
+
+
 def test_the_contract_of_names() -> None:
     """docs/operating.md names every metric of an engine, and no other."""
-    described = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().split("### Metrics of the engine")[1]
-    rows = [line.split("|")[1] for line in described.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)} | {"up"}
+    named = documented("Metrics of the engine") | {"up"}
     engine = FakeEngine(lambda _: [])
     found = {metric.name.removeprefix("chorus_engine_") for metric in collect(ReplicaSet([engine]))}
 

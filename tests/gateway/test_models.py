@@ -62,6 +62,9 @@ async def test_what_is_listed_can_be_called(server: Live, adapters: list[Path]) 
     assert plain.json()["model"] == "pirate"
     assert plain.headers["x-adapter-version"] == "1"
     assert plain.headers["x-chorus-adapter-tier"] == "disk"
+    streamed = await client.post(PATH, json={**chat(stream=True), "model": "pirate"})
+    assert streamed.headers["x-chorus-adapter-tier"] == "disk"
+    assert "x-chorus-adapter-tier" not in (await client.post(PATH, json=chat())).headers
     assert {chunk["model"] for chunk in chunks} == {"pirate"}
     assert script.requests[0].adapter is not None
     assert f"sha256:{script.requests[0].adapter.digest}" == made["digest"] == one["digest"]

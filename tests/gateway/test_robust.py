@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -45,12 +44,11 @@ async def test_a_large_body_is_refused_from_its_length(server: Live) -> None:
     status, error = await raw(server, head(key, "content-length: 25000000") + b"x", b"x" * 24_999_999)
 
     assert (status, error["code"]) == (413, "request_too_large")
-    started = time.monotonic()
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(head(key, "content-length: 25000000"))
-    assert (await asyncio.wait_for(reader.readline(), 1)).startswith(b"HTTP/1.1 413")
-    assert time.monotonic() - started < 1
+    line = await asyncio.wait_for(reader.readline(), 1)  # it does not wait for the body
+    assert line.startswith(b"HTTP/1.1 413")
     writer.close()
 
 

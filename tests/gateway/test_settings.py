@@ -10,11 +10,11 @@ import pytest
 
 from engine.config import ConfigError
 from gateway.cli.options import GATEWAY, LINK, MODEL, flag
-from gateway.settings import MAX_SOCKET_PATH, Settings, parse_size, with_secrets
+from gateway.settings import AWS, MAX_SOCKET_PATH, Settings, parse_size, with_secrets
 
 PROMISED = """
 served-name host port data-dir database-url redis-url device dtype workers max-model-len kv-memory adapter-memory
-max-num-seqs max-batched-tokens max-lora-rank max-upload
+kv-host-bytes kv-disk-dir kv-disk-bytes swap max-num-seqs max-batched-tokens max-lora-rank max-upload
 """
 
 
@@ -78,6 +78,50 @@ def test_a_missing_file_is_refused_if_it_was_named(tmp_path: Path) -> None:
         Settings.load({}, {"CHORUS_CONFIG": str(tmp_path / "none.toml")})
 
 
+def test_adapters_may_be_kept_elsewhere(tmp_path: Path) -> None:
+    """A directory or a bucket; how to get into the bucket comes from Amazon's usual variables, which CHORUS_AWS is not,
+    over those of the file; what else begins with AWS_ is left alone."""
+    file = tmp_path / "c.toml"
+    file.write_text('adapter_store = "s3://b/p"\n[aws]\nAWS_REGION = "x"\nAWS_ENDPOINT_URL = "http://minio:9000"\n')
+    environ = {"CHORUS_CONFIG": str(file), "AWS_REGION": "eu", "AWS_PROFILE": "me", "CHORUS_AWS": "{}"}
+
+    far = Settings.load({"adapter_cache_bytes": "3GiB", "data_dir": tmp_path, "model": "x"}, environ)
+    near = Settings.load({"adapter_store": str(tmp_path / "a")}, {})
+
+    assert far.bucket is not None
+    assert (far.bucket.url, far.bucket.cache_bytes) == ("s3://b/p", 3 << 30)
+    assert far.bucket.options == {"AWS_REGION": "eu", "AWS_ENDPOINT_URL": "http://minio:9000"}
+    assert (far.store_dir, far.engine_config().bucket) == (tmp_path / "adapters", far.bucket)
+    assert (near.store_dir, near.bucket) == (tmp_path / "a", None)
+    assert Settings(data_dir=tmp_path).store_dir == tmp_path / "adapters"
+    assert Settings.model_validate_json(far.model_dump_json()).bucket == far.bucket
+
+
+@pytest.mark.parametrize(
+    "value", ["gs://b", "s3://", "http://b/x", "s3://key:secret@b/x", "s3://b/x?endpoint=y", "file:///x"]
+)
+def test_other_places_are_refused(value: str) -> None:
+    """No other kind of URL is taken for a directory, and no secret belongs into one."""
+    with pytest.raises(ConfigError, match=r"adapter_store: .*s3://bucket/prefix"):
+        Settings.load({"adapter_store": value}, {})
+
+
+@pytest.mark.parametrize("name", sorted(AWS))
+def test_every_variable_of_amazon_is_understood(name: str) -> None:
+    """What is let through means something to the client; a typing error in the file is refused without its value."""
+    proper = {
+        "AWS_ENDPOINT_URL": "http://x", "AWS_ENDPOINT_URL_S3": "http://x", "AWS_CHECKSUM_ALGORITHM": "SHA256",
+        "AWS_SERVER_SIDE_ENCRYPTION": "AES256",
+    }  # fmt: skip
+    keys = {"AWS_ACCESS_KEY_ID": "hush", "AWS_SECRET_ACCESS_KEY": "hush"}
+    chosen = {"adapter_store": "s3://b", "aws": keys | {name: proper.get(name, "true")}}
+    assert Settings.load(chosen, {}).bucket is not None
+    for wrong in ({name + "X": "hush"}, {"AWS_ACCESS_KEY_ID": "hush"}):
+        with pytest.raises(ConfigError, match="aws: ") as error:
+            Settings.load(chosen | {"aws": wrong}, {})
+        assert "hush" not in str(error.value)
+
+
 def test_secrets_are_made_once_and_only_ours_to_read(tmp_path: Path) -> None:
     """Admin key and pepper of the first start are kept with mode 0600, and are the same at the second."""
     first, is_new = with_secrets(Settings(data_dir=tmp_path))
@@ -103,7 +147,7 @@ def test_given_secrets_are_not_kept(tmp_path: Path) -> None:
 
 def test_secrets_are_never_shown() -> None:
     """Neither repr() nor an error message tells a secret."""
-    settings = Settings(admin_key="s3cret", pepper="s3cret", engine_key="s3cret")
+    settings = Settings(admin_key="s3cret", pepper="s3cret", engine_key="s3cret", aws={"AWS_SESSION_TOKEN": "s3cret"})
 
     assert "s3cret" not in repr(settings)
     with pytest.raises(ConfigError) as error:
@@ -137,3 +181,11 @@ def test_a_model_is_a_directory_or_a_pulled_name(tmp_path: Path) -> None:
     assert Settings(data_dir=tmp_path, model="x", served_name="y").base_name == "y"
     with pytest.raises(ConfigError, match="no model chosen"):
         _ = Settings(data_dir=tmp_path).model_dir
+
+
+def test_what_an_engine_gets_when_nothing_is_said(tmp_path: Path, tiny_llama: Path) -> None:
+    """The numbers that docs/operating.md and the refusals speak of."""
+    config = Settings(data_dir=tmp_path, model=str(tiny_llama)).engine_config()
+
+    assert (config.max_waiting_per_lane, config.adapter_wait_s, config.max_lora_rank) == (1024, 10.0, 64)
+    assert (config.swap, config.kv_host_bytes, config.kv_disk_dir) == ("auto", None, None)

@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.config import MAX_CONFIG_BYTES
+from adapters.shards import INDEX_FILE, stage_file
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE
 from gateway.errors import to_api_error
 from gateway.upload import (
     MAX_BODIES,
     MAX_BODIES_PER_OWNER,
+    MAX_WEIGHTS,
+    Received,
     UploadError,
     UploadGate,
     UploadTooLarge,
@@ -46,7 +49,7 @@ async def stream(data: bytes, size: int = 1 << 16) -> AsyncIterator[bytes]:
 async def upload(
     stage: Path, data: bytes, max_bytes: int = 1000, wants_name: bool = True, size: int = 1 << 16
 ) -> str | None:
-    return await receive(stream(data, size), TYPE, stage, max_bytes, wants_name)
+    return (await receive(stream(data, size), TYPE, stage, max_bytes, wants_name)).name
 
 
 def files(directory: Path) -> list[Path]:
@@ -109,6 +112,32 @@ async def test_other_content_types_are_refused(tmp_path: Path, kind: str) -> Non
     assert caught.value.code == "invalid_content_type"
 
 
+async def test_shards_are_parts_of_weights(tmp_path: Path) -> None:
+    """Several parts `weights` and their index land in files that the server names, in the order in which they came."""
+    shards = [part("weights", b"%d" % number, f'; filename="../../{number}"') for number in range(3)]
+
+    await upload(tmp_path, body(*shards[:2], *GOOD[:2], shards[2], part("index", b"{}")), size=7)
+
+    assert [(tmp_path / stage_file(number)).read_bytes() for number in range(3)] == [b"0", b"1", b"2"]
+    assert (tmp_path / INDEX_FILE).read_bytes() == b"{}"
+    assert len(files(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "size", "rest", "param"),
+    [(2, 1, [], "index"), (MAX_WEIGHTS + 1, 1, [part("index", b"{}")], "weights"),
+     (3, 400, [part("index", b"{}")], "weights"), (2, 1, [part("index", b"{}")] * 2, "index")],
+)  # fmt: skip
+async def test_shards_have_limits_together(
+    tmp_path: Path, num_shards: int, size: int, rest: list[bytes], param: str
+) -> None:
+    """Shards without an index, too many of them, more bytes than one file might have, two indices: refused by name."""
+    with pytest.raises(UploadError) as caught:
+        await upload(tmp_path, body(*GOOD[:2], *[part("weights", b"x" * size)] * num_shards, *rest))
+
+    assert caught.value.param == param
+
+
 async def test_each_part_has_its_limit(tmp_path: Path) -> None:
     """Weights above the limit, a huge config and a huge name are refused while reading, naming the part."""
     for i, (name, size) in enumerate([("weights", 1001), ("config", MAX_CONFIG_BYTES + 1), ("name", 2000)]):
@@ -116,7 +145,7 @@ async def test_each_part_has_its_limit(tmp_path: Path) -> None:
         with pytest.raises(UploadTooLarge) as caught:
             await upload(stage, body(part(name, b"x" * size)))
         assert caught.value.param == name
-        assert (stage / WEIGHTS_FILE).stat().st_size <= 1000
+        assert sum(file.stat().st_size for file in stage.iterdir()) <= 1000
 
 
 def test_content_length_is_checked_first() -> None:
@@ -171,7 +200,8 @@ async def test_a_slow_body_is_given_up(tmp_path: Path, total_s: float, idle_s: f
     assert to_api_error(caught.value).status == 408
 
     (good := tmp_path / "good").mkdir()
-    assert await receive(in_time(stream(body(*GOOD), 7), 60.0, 5.0), TYPE, good, 1000, True) == "pirate"
+    received = await receive(in_time(stream(body(*GOOD), 7), 60.0, 5.0), TYPE, good, 1000, True)
+    assert received == Received("pirate")
 
 
 async def test_so_many_bodies_at_a_time() -> None:

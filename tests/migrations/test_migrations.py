@@ -31,6 +31,9 @@ TABLES = {
     "epoch_outbox",
     "adapters",
     "adapter_versions",
+    "adapter_aliases",
+    "adapter_activations",
+    "source_adapters",
 }
 
 

@@ -13,7 +13,7 @@ from tenants.epochs import Epochs
 from tenants.keys import KeyRing
 from tenants.state import Client, connect
 
-ADMIN = Actor("admin", "req_1")
+ADMIN = Actor("admin", "req_1", is_admin=True)
 PEPPER = "1:a-pepper-for-tests"
 
 

@@ -135,7 +135,7 @@ async def test_away_means_unavailable(
     assert {type(result) for result, _ in results} == {DatabaseUnavailable}
     assert max(seconds for _, seconds in results) < BOUND_S
     assert principal.tenant_id == "acme"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while isinstance((await timed(keys.authenticate(cold)))[0], DatabaseUnavailable):
         assert time.monotonic() < deadline
     assert (await keys.authenticate(cold)).tenant_id == "acme"

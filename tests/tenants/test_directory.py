@@ -177,11 +177,11 @@ async def test_crash_between_commit_and_move_is_repaired(
     await directory.create(TenantSpec("acme"), ADMIN)
     before = await epochs.get("acme")
 
-    async def away(_tenant_ids: object) -> None:
+    async def away(_redis: object, _tenant_ids: object) -> None:
         raise RedisUnavailable("away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(epochs, "_move", away)
+        patched.setattr("tenants.epochs.move", away)
         await directory.patch("acme", {"suspended": True}, ADMIN)
     assert await epochs.get("acme") == before
 

@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from tenants.courses import Bucket as QuotaBucket
+from tenants.courses import bucket_of
 from tenants.gates import Gate, gates
 from tenants.keys import Principal
 from tenants.limits import BUDGETS, NUMBERS, Limits
-from tenants.quotas import Bucket as QuotaBucket
-from tenants.quotas import Hold, QuotaExceeded, Quotas, Stale, _bucket
+from tenants.quotas import Hold, QuotaExceeded, Quotas, Stale
 from tenants.slots import TenantSlot
 from tenants.state import Client, Script, connect
 from tenants.usage import UsageRecord
@@ -180,7 +181,7 @@ class QuotaMachine(RuleBasedStateMachine):
         )
         name = model[:2]
         passed = gates(self.limits["tenant"], self.limits[key], self.limits[name], prompt + more)
-        names = [_bucket(gate, self.principal(key), name).key for gate in passed]
+        names = [bucket_of(gate, self.principal(key), name).key for gate in passed]
         levels = [
             self.leased(gate, key, name) if gate.dimension == "concurrency" else self.level(bucket, gate)
             for bucket, gate in zip(names, passed, strict=True)

@@ -1,0 +1,123 @@
+// Native CPU operations of engine/ops/native.py: weights, KV and adapters in 16 bits or less, everything between two
+// operations in fp32. Knows no Python, no torch, no policy. Compiled once per instruction set (engine/ops/compile.py).
+
+#include <chrono>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+#include "lora.h"
+#include "quantise.h"
+#include "quantised.h"
+#include "sampling.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void chorus_set_threads(int num_threads) { pool.resize(std::max(1, num_threads)); }
+
+EXPORT int chorus_rounds_activations() { return !std::is_same_v<Form, Wide>; }
+
+// Seconds that this core takes for some products of bf16 in a form: the least of several runs.
+template <class F> static double time_products() {
+  constexpr int R = 12, STEPS = 4000;
+  alignas(64) static uint32_t weights[8 * L];
+  static typename F::Pair x[R];
+  vf acc[R] = {};
+  double least = 1.0;
+  for (int run = 0; run < 15; run++) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < STEPS; i++) {
+      const typename F::Operand w = F::operand(load<vu>(weights + i % 8 * L));
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) acc[r] = F::add(acc[r], w, x[r]);
+    }
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    least = std::min(least, elapsed.count());
+  }
+  for (int r = 0; r < R; r++) asm volatile("" : : "x"(acc[r]));
+  return least;
+}
+
+// How many times faster this library's form is than the wide one.
+EXPORT double chorus_dot_speedup() { return time_products<Wide>() / time_products<Form>(); }
+
+EXPORT long chorus_packed_bytes(const Weights* w) { return num_tiles(w->N) * tile_bytes(*w); }
+EXPORT void chorus_pack(const Weights* w, const bf16* W, const Inputs* inputs, char* out) { pack(*w, W, inputs, out); }
+EXPORT void chorus_squares(const Weights* w, float* out) { squares(*w, out); }
+
+// ------------------------------------------------------------------------------------------------------- tape
+//
+// An operation is a row of a tape: its number (its place in OPERATIONS), then its arguments: integers, addresses, and
+// doubles by their bits. Operations are run one at a time, or as many as were recorded (engine/ops/tape.py).
+
+constexpr int ROW = 20;
+typedef const int64_t* Args;
+
+template <class T> static T* at(int64_t address) { return reinterpret_cast<T*>(address); }
+static double number(int64_t bits) { double x; std::memcpy(&x, &bits, 8); return x; }
+
+static void run_linear(const Weights& w, long M, const float* bias, const Lora& lora) {
+  if (w.format == BF16) return linear(w, M, bias, lora);
+  quantised_linear(w, M, lora.x, lora.ldx, {lora.y, lora.ldy, w.N, bias});
+  run_lora(lora, [](const Segment&) { return false; });
+}
+
+static void do_linear(Args a) {
+  // weights, bias, M, y, ldy, x, ldx, H, segments, their number, layer, slices, their number, largest rank
+  const Lora lora{at<float>(a[3]), a[4], at<const float>(a[5]), a[6], a[7], a[9], at<const Segment>(a[8]),
+                  a[10], a[12], at<const Slice>(a[11]), a[13]};
+  run_linear(*at<const Weights>(a[0]), a[2], at<const float>(a[1]), lora);
+}
+
+static void do_lora(Args a) {  // y, ldy, x, ldx, H, segments, their number, layer, slices, their number, largest rank
+  const Lora lora{at<float>(a[0]), a[1], at<const float>(a[2]), a[3], a[4], a[6], at<const Segment>(a[5]),
+                  a[7], a[9], at<const Slice>(a[8]), a[10]};
+  run_lora(lora, [](const Segment&) { return false; });
+}
+
+static void do_write_kv(Args a) {  // k, ldk, v, ldv, T, heads, D, cache, blocks, slots
+  write_kv(at<const float>(a[0]), at<const float>(a[2]), a[4], a[1], a[3], a[5], a[6], at<bf16>(a[7]), a[8],
+           at<const int64_t>(a[9]));
+}
+
+static void do_attention(Args a) {
+  // q, ldq, heads, KV heads, D, cache, blocks, starts, lengths, contexts, tables, width, scale, window, out, ldo, rows
+  const Attention call{at<const float>(a[0]), a[1], a[2], a[3], a[4], at<const bf16>(a[5]), a[6],
+                       at<const int64_t>(a[7]), at<const int64_t>(a[8]), at<const int64_t>(a[9]),
+                       at<const int64_t>(a[10]), a[11], float(number(a[12])), a[13], at<float>(a[14]), a[15]};
+  run_attention(call, a[16]);
+}
+
+static void do_rms_norm(Args a) {  // x, ldx, heads, M, H, residual, ldr, weight, eps, y, ldy
+  rms_norm(at<const float>(a[0]), a[3], a[4], a[1], a[2], at<float>(a[5]), a[6], at<const float>(a[7]), number(a[8]),
+           at<float>(a[9]), a[10]);
+}
+
+static void do_silu_mul(Args a) {  // x, ldx, M, I, y, ldy
+  silu_mul(at<const float>(a[0]), a[2], a[3], a[1], at<float>(a[4]), a[5]);
+}
+
+static void do_rope(Args a) {  // x, ldx, T, heads, D, cos, sin, ldc
+  rope(at<float>(a[0]), a[2], a[1], a[3], a[4], at<const float>(a[5]), at<const float>(a[6]), a[7]);
+}
+
+static void do_dense(Args a) {  // x, ldx, M, H, W, O, y, ldy
+  dense(at<const float>(a[0]), a[2], a[3], a[1], at<const bf16>(a[4]), a[5], at<float>(a[6]), a[7]);
+}
+
+static void do_draw(Args a) {  // logits, ld, S, V, temperatures, limits, draws, tokens
+  draw(at<const float>(a[0]), a[1], a[2], a[3], at<const float>(a[4]), at<const double>(a[5]), at<const double>(a[6]),
+       at<int64_t>(a[7]));
+}
+
+static void do_greedy(Args a) {  // logits, ld, S, V, tokens, whether they are sound
+  greedy(at<const float>(a[0]), a[1], a[2], a[3], at<int64_t>(a[4]), at<int64_t>(a[5]));
+}
+
+static void (*const OPERATIONS[])(Args) = {do_linear, do_lora,     do_write_kv, do_attention,
+                                           do_rms_norm, do_silu_mul, do_rope,     do_dense,
+                                           do_draw,     do_greedy};
+
+EXPORT void chorus_run(const int64_t* tape, long count) {
+  for (long i = 0; i < count; i++) OPERATIONS[tape[i * ROW]](tape + i * ROW + 1);
+}
