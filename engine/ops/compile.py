@@ -55,8 +55,10 @@ DOT = InstructionSet(
     (*_AVX512, "avx512_bf16", "avx512_vnni"),
     tuple(f"-m{name}" for name in (*_AVX512, "avx512bf16", "avx512vnni")),
 )
+TILES = InstructionSet("amx", (*DOT.needs, "amx_tile", "amx_bf16"), (*DOT.flags, "-mamx-tile", "-mamx-bf16"))
 INSTRUCTION_SETS = {
     "x86_64": (
+        TILES,
         DOT,
         InstructionSet("avx512", _AVX512, tuple(f"-m{name}" for name in _AVX512)),
         InstructionSet("avx2", _AVX2, tuple(f"-m{name}" for name in _AVX2)),
@@ -80,12 +82,13 @@ def load_library(cache_dir: Path | None = None, instruction_set: InstructionSet 
     sets = supported()
     if not sets:
         raise BuildError(f"no native operations for {platform.system()} on {platform.machine()}")
-    if instruction_set is not None:
-        return _open(instruction_set, cache_dir)
-    library = _open(sets[0], cache_dir)
-    if sets[0] is DOT and not _is_dot_faster(library, cache_dir):
-        library = _open(sets[1], cache_dir)
-    return library
+    for each in sets if instruction_set is None else (instruction_set,):
+        library = _open(each, cache_dir)
+        if not library.chorus_may_run():
+            continue
+        if each is not DOT or instruction_set is DOT or _is_dot_faster(library, cache_dir):
+            return library
+    raise BuildError("the system does not give this process what its processor has")
 
 
 def _open(instruction_set: InstructionSet, cache_dir: Path | None) -> ctypes.CDLL:

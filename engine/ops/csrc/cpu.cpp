@@ -15,6 +15,15 @@
 
 EXPORT void chorus_set_threads(int num_threads) { pool.resize(std::max(1, num_threads)); }
 
+// Whether this process may use what the library was compiled for; false: open another one.
+EXPORT int chorus_may_run() {
+#if HAS_TILES
+  return may_use_tiles();
+#else
+  return 1;
+#endif
+}
+
 EXPORT int chorus_rounds_activations() { return !std::is_same_v<Form, Wide>; }
 
 // Seconds that this core takes for some products of bf16 in a form: the least of several runs.

@@ -28,6 +28,10 @@ constexpr int L = 4, MAX_R = 5;  // 16 registers of 4 floats
 #define HAS_DOT 1
 #endif
 
+#if HAS_DOT && defined(__AMX_BF16__)
+#define HAS_TILES 1
+#endif
+
 typedef uint16_t bf16;
 typedef float vf __attribute__((vector_size(4 * L)));
 typedef uint32_t vu __attribute__((vector_size(4 * L)));

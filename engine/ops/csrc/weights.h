@@ -30,17 +30,12 @@ INLINE long pair_bytes(long format) { return format == BF16 ? 4 * NT : format ==
 INLINE long tile_bytes(const Weights& w) { return head_bytes(w) + num_pairs(w.K) * pair_bytes(w.format); }
 
 // How a product reads tiles: vectors v = 0, 1 are the columns of the first tile, 2, 3 those of the next, …; `at` is its
-// first pair. fetch() reads what UNROLL pairs from k on need; operand() is pair k + j of it.
-struct Bf16Tiles {  // as the form of a product multiplies it
-  static constexpr Format FORMAT = BF16;
-  typedef const uint32_t* Raw;
+// first pair. fetch() is where the pairs from k on lie.
+struct Bf16Tiles {
   const char* at;
   long stride;
-  INLINE Raw fetch(const Bf16Tiles& t, long k, int v) {
+  INLINE const uint32_t* fetch(const Bf16Tiles& t, long k, int v) {
     return (const uint32_t*)(t.at + v / 2 * t.stride) + k * NT + v % 2 * L;
-  }
-  template <class F> INLINE typename F::Operand operand(Raw raw, int j) {
-    return F::operand(load<vu>(raw + j * NT));
   }
 };
 

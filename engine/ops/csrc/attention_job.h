@@ -1,0 +1,105 @@
+// What a call of paged attention is, and how keys and values lie in the cache. Knows no model and no policy.
+//
+// The KV cache of a layer is [2][blocks][K heads][BLOCK·D] bf16, in pairs as a weight tile has them:
+//   keys    [D/2][BLOCK] pairs of dimensions     so that q·K is a product with BLOCK columns
+//   values  [BLOCK/2][D] pairs of positions      so that p·V is a product with D columns
+#pragma once
+
+#include "pool.h"
+#include "vectors.h"
+
+constexpr int BLOCK = 16;       // positions of a KV block
+constexpr int GROUP = 32;       // positions of one online-softmax step
+constexpr int GROUP_V = GROUP / L;
+constexpr float KV_LIMIT = 65504.0f;
+
+// Only finite numbers are kept: unused slots of a block are read with weight 0, and 0 · NaN is NaN.
+INLINE float finite(float x) { return x != x ? 0.0f : std::min(std::max(x, -KV_LIMIT), KV_LIMIT); }
+INLINE vf finite(vf x) { return vmin(vmax(x == x ? x : vf{}, splat(-KV_LIMIT)), splat(KV_LIMIT)); }
+
+// D must be a multiple of L.
+static void write_kv(const float* k, const float* v, long T, long ldk, long ldv, long heads, long D, bf16* cache,
+                     long num_blocks, const int64_t* slots) {
+  const long block_size = heads * BLOCK * D;
+  for_rows(T, T * heads * D / 4, [=](long t) {
+    const long block = slots[t] / BLOCK, offset = slots[t] % BLOCK;
+    for (long h = 0; h < heads; h++) {
+      bf16* keys = cache + block * block_size + h * BLOCK * D + offset * 2;
+      bf16* values = cache + (num_blocks + block) * block_size + h * BLOCK * D + offset / 2 * D * 2 + offset % 2;
+      for (long d = 0; d < D; d += L) {
+        const vh key = narrow(finite(load<vf>(k + t * ldk + h * D + d)));
+        const vh value = narrow(finite(load<vf>(v + t * ldv + h * D + d)));
+        bf16 key_parts[L], value_parts[L];
+        store(key_parts, key);
+        store(value_parts, value);
+        for (int i = 0; i < L; i += 2) std::memcpy(keys + (d + i) / 2 * BLOCK * 2, key_parts + i, 2 * sizeof(bf16));
+        for (int i = 0; i < L; i++) values[(d + i) * 2] = value_parts[i];
+      }
+    }
+  });
+}
+
+struct Attention {
+  const float* q;
+  long ldq, heads, kv_heads, D;
+  const bf16* cache;
+  long num_blocks;
+  const int64_t *starts, *lengths, *contexts, *tables;
+  long table_width;
+  float scale;
+  long window;  // 0 = none
+  float* out;
+  long ldo;
+};
+
+// Rows [row, row + count) of a sequence's (token, head of the group) pairs, for one KV head.
+struct Queries { long s, kv, row; int count; };
+
+// The positions that some of them see, in groups that start at multiples of GROUP, so that a row's sums do not depend on
+// where its chunk begins; and where their blocks lie.
+struct Span {
+  long begin, end, block_size;
+  const bf16* cache;
+  const int64_t* table;
+
+  Span(const Attention& at, const Queries& rows) {
+    const long G = at.heads / at.kv_heads, first = at.contexts[rows.s] - at.lengths[rows.s];
+    begin = at.window ? std::max(0L, first + rows.row / G - at.window + 1) / GROUP * GROUP : 0;
+    end = first + (rows.row + rows.count - 1) / G + 1;
+    block_size = at.kv_heads * BLOCK * at.D;
+    cache = at.cache + rows.kv * BLOCK * at.D;
+    table = at.tables + rows.s * at.table_width;
+  }
+  // The block of keys with this position; past the end any, its scores are masked.
+  const bf16* keys(long position) const {
+    return cache + table[std::min(position, end - 1) / BLOCK] * block_size;
+  }
+};
+
+// The softmax of R rows while their positions go by: the largest score so far, the sums of the weights by lane.
+template <int R> struct Softmax {
+  float top[R];
+  vf total[R];
+};
+
+// Scores of row r for GROUP positions become weights relative to the largest score so far; what was summed before
+// shrinks when a larger one appears.
+template <int R>
+INLINE void weigh(Softmax<R>& soft, int r, vf (&score)[GROUP_V], float* out, long D) {
+  vf m = score[0];
+#pragma GCC unroll 8
+  for (int c = 1; c < GROUP_V; c++) m = vmax(m, score[c]);
+  if (any_above(m, soft.top[r])) {
+    const float top = biggest(m), shrink = soft.top[r] == -INFINITY ? 0.0f : std::exp(soft.top[r] - top);
+    soft.top[r] = top;
+    soft.total[r] *= shrink;
+    for (long d = 0; d < D; d += L) store(out + d, load<vf>(out + d) * shrink);
+  }
+  const float top = soft.top[r] == -INFINITY ? 0.0f : soft.top[r];  // nothing of this group is visible to this row
+#pragma GCC unroll 8
+  for (int c = 0; c < GROUP_V; c++) {
+    const vf x = score[c] - top;
+    score[c] = x > -87.0f ? vexp(x) : vf{};
+    soft.total[r] += score[c];
+  }
+}
