@@ -80,7 +80,8 @@ def serve(
     collector need not look at it again, which it would do every few hundred requests."""
     import uvicorn
 
-    from gateway.http_guard import GuardedProtocol, SharingServer
+    from gateway.http_guard import GuardedProtocol
+    from gateway.sharing_server import SharingServer
 
     gc.collect()
     gc.freeze()

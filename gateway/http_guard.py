@@ -1,18 +1,14 @@
 """GuardedProtocol: uvicorn's HTTP/1.1, with a bound on the size of a request's head and on the time that it may take,
-and OpenAI's error shape where no application is reached yet. SharingServer: uvicorn, one of several workers on the same
-sockets. Knows no route."""
+and OpenAI's error shape where no application is reached yet. Knows no route."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any, cast
 
 import orjson
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.acceptor import Acceptor, Connections, Tally
 from gateway.bodies import WHOLE
 from gateway.cork import Corked
 from gateway.sse import GONE
@@ -106,27 +102,3 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-class SharingServer(uvicorn.Server):
-    """As its base, but that connections are spread evenly over the workers of one tally."""
-
-    def __init__(self, config: uvicorn.Config, tally: Tally) -> None:
-        super().__init__(config)
-        self._tally = tally
-        self._connections = self.server_state.connections = Connections(tally)
-        self._acceptors: list[Acceptor] = []
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])
-        self._acceptors = [
-            Acceptor(listener, self._protocol, self._tally, self._connections) for listener in sockets or ()
-        ]
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for acceptor in self._acceptors:
-            acceptor.close()
-        await super().shutdown(sockets=sockets)
-
-    def _protocol(self) -> GuardedProtocol:
-        return GuardedProtocol(self.config, self.server_state, self.lifespan.state)
