@@ -112,9 +112,10 @@ def _check_use(state: State, request: Request, principal: Principal) -> None:
     """Raises ApiError 401."""
     if principal.allowed_ips is not None and not is_within(client_address(request, state), principal.allowed_ips):
         raise unauthorized("This key may not be used from your address.", "ip_not_authorized")
-    organization = request.headers.get("openai-organization")
-    if organization and organization != principal.tenant_id:
-        raise unauthorized("OpenAI-Organization does not match the API key.", "mismatched_organization")
+    for what in ("organization", "project"):  # a tenant is both
+        named = request.headers.get(f"openai-{what}")
+        if named and named != principal.tenant_id:
+            raise unauthorized(f"OpenAI-{what.title()} does not match the API key.", f"mismatched_{what}")
 
 
 def client_address(request: Request, state: State) -> str:

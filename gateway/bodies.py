@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.protocol import Refused
 from gateway.auth import CALLER
 from gateway.errors import ApiError, bad_request, json_path, to_api_error, too_large
+from gateway.items import UNKNOWN, ItemError
 
 if TYPE_CHECKING:
     from gateway.state import State
@@ -34,7 +36,7 @@ PARSE_SPEED = 32
 LENIENT = "chorus.lenient"
 """Whether what nobody knows is left out; where the scope does not say, the caller's tenant decides."""
 IGNORED = "chorus.ignored"
-"""Where the ASGI scope carries the names of fields that were left out."""
+"""Where the ASGI scope carries the paths of fields that were left out."""
 MIN_BRACKETS = 20_000
 MIN_COMMAS = 200_000
 PER_TOKEN = 8
@@ -199,10 +201,30 @@ def parse(raw: bytes) -> Any:
     except _Repeated as error:
         raise bad_request(f"The JSON object has the key {str(error)[:100]!r} twice.", code=None) from error
     except ValueError as error:
-        raise bad_request("We could not parse the body of your request: it is not valid JSON.", code=None) from error
+        raise _not_json(raw) from error
     except RecursionError as error:
         raise bad_request("We could not parse the body: it is nested too deeply.", code=None) from error
     return value
+
+
+def _not_json(raw: bytes) -> ApiError:
+    """Python's reader takes numbers that JSON has not: NaN, infinities, 1e999. Their field is named."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(raw)
+        for name, field in value.items() if isinstance(value, dict) else ():
+            if _has_no_number(field):
+                return bad_request(f"Invalid value for '{name[:64]}': numbers must be finite.", name[:64])
+    return bad_request("We could not parse the body of your request: it is not valid JSON.", code=None)
+
+
+def _has_no_number(value: Any) -> bool:
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            return True
+        todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return False
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -218,13 +240,19 @@ def body_as(request: Request, kind: type[Body]) -> Body:
     value = request.scope.get(PARSED)
     if value is None:
         raise bad_request("The request body is empty; it must be a JSON object.", code=None)
-    if not request.scope.get(LENIENT, getattr(request.scope.get(CALLER), "ignores_unknown", False)):
-        return kind.model_validate(value)
-    return _known(request, value, kind)
+    ignored = ignored_of(request)
+    return kind.model_validate(value) if ignored is None else _known(value, kind, ignored)
 
 
-def _known(request: Request, value: Any, kind: type[Body]) -> Body:
-    """For tenants that want so: what nobody knows is left out, and named in the answer's x-chorus-ignored."""
+def ignored_of(request: Request) -> list[str] | None:
+    """For tenants that want so: where the path of what nobody knows is noted instead of being refused; the answer's
+    x-chorus-ignored tells it. None for the others."""
+    is_lenient = request.scope.get(LENIENT, getattr(request.scope.get(CALLER), "ignores_unknown", False))
+    found: list[str] | None = request.scope.setdefault(IGNORED, []) if is_lenient else None
+    return found
+
+
+def _known(value: Any, kind: type[Body], ignored: list[str]) -> Body:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -233,12 +261,14 @@ def _known(request: Request, value: Any, kind: type[Body]) -> Body:
             raise
     for location in unknown:
         _remove(value, location)
-    request.scope[IGNORED] = sorted({json_path(location) or "?" for location in unknown})
+    ignored += [json_path(location) or "?" for location in unknown]
     return kind.model_validate(value)
 
 
-def has_unknown(error: ValidationError) -> bool:
+def has_unknown(error: ValidationError | ItemError) -> bool:
     """Is there a field that nobody knows among what is wrong?"""
+    if isinstance(error, ItemError):
+        return error.code == UNKNOWN
     return any(detail["type"] == "extra_forbidden" for detail in error.errors())
 
 

@@ -25,6 +25,10 @@ MAX_IGNORED = 1000
 CLIENT_ID = re.compile(r"[\x21-\x7e]{1,512}")
 
 
+def request_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
+
+
 class BrokenOff(Exception):
     """An answer that had begun could not be ended."""
 
@@ -38,7 +42,7 @@ class Context:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        request_id = scope[REQUEST_ID] = f"req_{secrets.token_hex(16)}"
+        id_ = scope[REQUEST_ID] = request_id()
         started = time.monotonic()
         status = 0
 
@@ -54,7 +58,7 @@ class Context:
         except Exception as error:  # noqa: BLE001 - logged, without what it may quote
             answer = to_api_error(error)
             if status:
-                log.error("%s broke off after its answer had begun: %s", request_id, traced(error))
+                log.error("%s broke off after its answer had begun: %s", id_, traced(error))
                 raise BrokenOff from None  # the server closes the connection, and logs what it gets
             await answer.response()(scope, receive, send_with_headers)
         except asyncio.CancelledError:
@@ -73,7 +77,8 @@ def _headers(scope: Scope, started: float) -> list[tuple[bytes, bytes]]:
     ]  # fmt: skip
     ignored = scope.get(IGNORED)
     if ignored:
-        headers.append((b"x-chorus-ignored", quote(", ".join(ignored)[:MAX_IGNORED], safe="[]., ").encode()))
+        paths = ", ".join(sorted(set(ignored)))[:MAX_IGNORED]
+        headers.append((b"x-chorus-ignored", quote(paths, safe="[]., ").encode()))
     caller = scope.get(CALLER)
     if isinstance(caller, Principal):
         headers.append((b"openai-organization", caller.tenant_id.encode()))

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from gateway.auth import requires, state_of
-from gateway.bodies import body_as
+from gateway.bodies import body_as, ignored_of
 from gateway.conversations import Conversation, Conversations
 from gateway.item_lists import After, Limit, Order, item_list
 from gateway.items import parse_items
@@ -48,7 +48,7 @@ def conversations_of(request: Request, principal: Principal) -> Conversations:
 @router.post("", openapi_extra=body_of(NewConversation))
 async def create_conversation(request: Request, principal: Principal = TENANT) -> dict[str, Any]:
     body = body_as(request, NewConversation)
-    items = parse_items(body.items or [], "items")
+    items = parse_items(body.items or [], "items", ignored_of(request))
     return as_object(await conversations_of(request, principal).create(body.metadata or {}, items))
 
 
@@ -73,7 +73,7 @@ async def delete_conversation(request: Request, conversation_id: str, principal:
 @router.post("/{conversation_id}/items", openapi_extra=body_of(NewItems))
 async def add_items(request: Request, conversation_id: str, principal: Principal = TENANT) -> dict[str, Any]:
     body = body_as(request, NewItems)
-    items = parse_items(body.items, "items")
+    items = parse_items(body.items, "items", ignored_of(request))
     await conversations_of(request, principal).append(conversation_id, items)
     return item_list(items, has_more=False)
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import METERED, renewal, requires
 from gateway.bodies import LENIENT, has_unknown
+from gateway.items import ItemError
 from tenants.keys import Principal
 
 Endpoint = Callable[[Request, Principal], Awaitable[Response]]
@@ -41,7 +42,7 @@ class Direct:
         scope[LENIENT] = False
         try:
             response = await endpoint(request, await INFERENCE(request))
-        except ValidationError as error:
+        except (ValidationError, ItemError) as error:
             if not has_unknown(error) or not (await renewal(request)()).ignores_unknown:
                 raise
             scope[LENIENT] = True  # as the tenant is now, not as it was when its key was last looked up

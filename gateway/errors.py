@@ -48,6 +48,8 @@ from tenants.quotas import QuotaExceeded, Stale, Window
 
 log = logging.getLogger("chorus.gateway")
 MAX_SDK_WAIT_S = 60.0
+UNKNOWN_PART = "unknown_part"
+"""What pydantic calls a part of a message whose type is not served."""
 MAX_MESSAGE = 1000
 """Characters of a message: whatever a client sent and we quote, an error body stays small."""
 
@@ -270,6 +272,8 @@ def from_details(details: list[ErrorDetails]) -> ApiError:
     param = json_path(first["loc"]) or str(first["loc"][-1])[:64]
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unrecognized request argument supplied: {param}", param, "unsupported_parameter")
+    if first["type"] == UNKNOWN_PART:
+        return bad_request(f"Invalid value for '{param}.type': {first['msg']}", f"{param}.type")
     if first["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     return bad_request(f"Invalid value for '{param}': {first['msg']}", param)

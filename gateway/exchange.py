@@ -46,12 +46,12 @@ class Exchange:
         return self.body.is_stored and self._store.are_kept
 
     @classmethod
-    async def open(cls, store: Conversations, body: NewResponse) -> Self:
-        """Raises ItemError, NotStored, NotKept, ConversationBusy."""
+    async def open(cls, store: Conversations, body: NewResponse, ignored: list[str] | None) -> Self:
+        """ignored: as parse_items() takes it. Raises ItemError, NotStored, NotKept, ConversationBusy."""
         continues = body.conversation is not None or body.previous_response_id is not None
         if body.input in (None, "", []) and not continues:
             raise bad_request("Missing required parameter: 'input'.", "input", "missing_required_parameter")
-        input_items = [] if body.input is None else parse_items(body.input, "input")
+        input_items = [] if body.input is None else parse_items(body.input, "input", ignored)
         if body.conversation_id is not None:
             return cls(store, body, input_items, await store.begin(body.conversation_id))
         exchange = cls(store, body, input_items, None)

@@ -10,6 +10,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.bodies import WHOLE
+from gateway.context import request_id
 from gateway.cork import Corked
 from gateway.sse import GONE
 
@@ -18,6 +19,10 @@ HEAD_S = 15.0
 """From the connection, or from a request's first byte, to the end of its headers."""
 LINGER_S = 1.0
 """So long what still comes is read and forgotten: closing at once would reset the connection, and lose the answer."""
+_HEAD = (
+    b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n"
+    b"connection: close\r\n\r\n"
+)
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
@@ -91,9 +96,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str, code: str | None) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         body = orjson.dumps({"error": error})
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self._is_refused = True
-        self.transport.write(head % (status, _REASONS[status], len(body)) + body)
+        self.transport.write(_HEAD % (status, _REASONS[status], len(body), request_id().encode()) + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)

@@ -12,6 +12,7 @@ from gateway.conversations import Item, new_id
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+UNKNOWN = "unknown_parameter"
 ITEM_FIELDS = {"type", "role", "content", "id", "status", "phase"}
 PART_FIELDS = {"type", "text", "annotations", "logprobs"}
 
@@ -26,13 +27,14 @@ class ItemError(ValueError):
         self.code = code
 
 
-def parse_items(value: object, param: str) -> list[Item]:
-    """A string (one user message) or a list of messages → items to store, each with a fresh id."""
+def parse_items(value: object, param: str, ignored: list[str] | None = None) -> list[Item]:
+    """A string (one user message) or a list of messages → items to store, each with a fresh id. With `ignored`, keys
+    that nobody knows are left out, and their paths noted there."""
     if isinstance(value, str):
         return [_item("user", [value])]
     if not isinstance(value, list):
         raise ItemError(param, "must be a string or a list of items", "invalid_type")
-    return [_parse_item(item, f"{param}[{i}]") for i, item in enumerate(value)]
+    return [_parse_item(item, f"{param}[{i}]", ignored) for i, item in enumerate(value)]
 
 
 def as_messages(items: Sequence[Item]) -> list[dict[str, str]]:
@@ -49,13 +51,13 @@ def output_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _parse_item(value: object, param: str) -> Item:
+def _parse_item(value: object, param: str, ignored: list[str] | None) -> Item:
     if not isinstance(value, dict):
         raise ItemError(param, "must be an object", "invalid_type")
     kind = value.get("type")
     if kind not in ("message", None):
         raise ItemError(f"{param}.type", f"items of type {_shown(kind)} are not supported: only text messages are")
-    _refuse_others(value, ITEM_FIELDS, param)
+    _check_keys(value, ITEM_FIELDS, param, ignored)
     if value.get("role") not in ROLES:
         raise ItemError(f"{param}.role", f"must be one of {', '.join(ROLES)}")
     content = value.get("content")
@@ -63,26 +65,31 @@ def _parse_item(value: object, param: str) -> Item:
         return _item(value["role"], [content])
     if not isinstance(content, list) or not content:
         raise ItemError(f"{param}.content", "must be a string or a list of at least one part", "invalid_type")
-    return _item(value["role"], [_parse_part(part, f"{param}.content[{i}]") for i, part in enumerate(content)])
+    texts = [_parse_part(part, f"{param}.content[{i}]", ignored) for i, part in enumerate(content)]
+    return _item(value["role"], texts)
 
 
-def _parse_part(value: object, param: str) -> str:
+def _parse_part(value: object, param: str, ignored: list[str] | None) -> str:
     if not isinstance(value, dict):
         raise ItemError(param, "must be an object", "invalid_type")
     if value.get("type") not in TEXT_PARTS:
         raise ItemError(f"{param}.type", f"content of type {_shown(value.get('type'))} is not supported: only text is")
-    _refuse_others(value, PART_FIELDS, param)
+    _check_keys(value, PART_FIELDS, param, ignored)
     text = value.get("text")
     if not isinstance(text, str):
         raise ItemError(f"{param}.text", "must be a string", "invalid_type")
     return text
 
 
-def _refuse_others(value: dict[str, Any], known: set[str], param: str) -> None:
+def _check_keys(value: dict[str, Any], known: set[str], param: str, ignored: list[str] | None) -> None:
     """A key that we don't know is refused, unless it is null: SDK objects sent back as input carry such keys."""
     for key in value:
-        if key not in known and value[key] is not None:
-            raise ItemError(f"{param}.{str(key)[:64]}", "unknown parameter", "unknown_parameter")
+        if key in known or value[key] is None:
+            continue
+        path = f"{param}.{str(key)[:64]}"
+        if ignored is None:
+            raise ItemError(path, "unknown parameter", UNKNOWN)
+        ignored.append(path)
 
 
 def _item(role: str, texts: list[str]) -> Item:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from gateway.errors import bad_request
+from gateway.errors import UNKNOWN_PART, bad_request
 
 
 class Body(BaseModel):
@@ -25,11 +25,27 @@ class RefusalPart(Body):
     refusal: str
 
 
+def _kind(part: Any) -> str | None:
+    """The class that reads it: only its errors are told, and only what it does not know is unknown."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return "TextPart" if kind == "text" else "RefusalPart" if kind == "refusal" else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")] | Annotated[RefusalPart, Tag("RefusalPart")],
+    Discriminator(_kind, UNKNOWN_PART, "Only parts of the types text and refusal are supported here."),
+]
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[list[Part], Field(fail_fast=True), Tag("list")],
+    Discriminator(lambda content: "list" if isinstance(content, list) else "str"),
+]
+
+
 class Message(Body):
     """One turn. `developer` is what newer clients call the system role."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart | RefusalPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None

@@ -15,7 +15,7 @@ from gateway.answer import Answer, Ask
 from gateway.auth import renewal, requires, state_of
 from gateway.bodies import body_as
 from gateway.chunks import ChatWriter, Shape, Writer, answer_headers
-from gateway.errors import bad_request
+from gateway.errors import ApiError, bad_request
 from gateway.logprobs import Names
 from gateway.models import Model, ModelTable
 from gateway.prompts import Chat, Prompt, Text, Truncation
@@ -27,6 +27,7 @@ from tenants.keys import Principal
 
 router = APIRouter(tags=["openai"])
 Tenant = Depends(requires("inference"))
+STORED = "/v1/chat/completions/{completion_id}"
 
 
 def body_of(kind: type[Any]) -> dict[str, Any]:
@@ -61,6 +62,13 @@ async def chat_completions(request: Request, principal: Principal = Tenant) -> R
     ask = _ask(request, body, [chat], param="messages", params=body.params())
     shape = _shape(request, body, logprobs=bool(body.logprobs), prefix=body.echoed)
     return await _answer(request, principal, ask, shape, body.stream, ChatWriter)
+
+
+@router.api_route("/v1/chat/completions", methods=["GET"], include_in_schema=False)
+@router.api_route(f"{STORED}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+@router.api_route(f"{STORED}/messages", methods=["GET"], include_in_schema=False)
+async def stored_chat_completions(_: Principal = Tenant) -> Response:
+    raise ApiError(400, "Chat completions are not stored here.", code="unsupported_value", param="store")
 
 
 @router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))

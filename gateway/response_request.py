@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from engine.params import SamplingParams
 from gateway.conversations import new_id
 from gateway.errors import ApiError, bad_request
+from gateway.schemas import token_bias
 
 SAMPLING = (
     "temperature", "top_p", "seed", "stop", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
@@ -115,7 +116,7 @@ class NewResponse(_Body):
         """Raises ParamsError, naming the field as this API calls it."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
-        bias = _token_bias(self.logit_bias or {}) or None
+        bias = token_bias(self.logit_bias)
         return SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs, logit_bias=bias)
 
     @property
@@ -164,13 +165,6 @@ def raise_if_unsupported(body: NewResponse) -> None:
             raise ApiError(400, f"Unsupported value for '{param}': {message}", code="unsupported_value", param=param)
     if body.conversation is not None and body.previous_response_id is not None:
         raise bad_request("Give `conversation` or `previous_response_id`, not both.", "previous_response_id")
-
-
-def _token_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(key): value for key, value in bias.items()}
-    except ValueError:
-        raise bad_request("Invalid key in 'logit_bias': keys are token ids.", "logit_bias") from None
 
 
 def _format(body: NewResponse) -> str:

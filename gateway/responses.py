@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from engine.params import SamplingParams
 from gateway.answer import Answer, Ask, Delta, Usage
 from gateway.auth import renewal, requires, state_of
-from gateway.bodies import body_as
+from gateway.bodies import body_as, ignored_of
 from gateway.chunks import answer_headers
 from gateway.conversations import NotStored
 from gateway.errors import ApiError, bad_request, to_api_error
@@ -36,7 +36,7 @@ TENANT: Any = Depends(requires("inference"))
 async def create_response(request: Request, principal: Principal = TENANT) -> Response:
     state = state_of(request)
     body = body_as(request, NewResponse)
-    exchange = await Exchange.open(state.conversations.of(principal), body)
+    exchange = await Exchange.open(state.conversations.of(principal), body, ignored_of(request))
     try:
         answer = await unless_gone(request, _ask(request, principal, exchange))
         run = _Run(exchange, answer, Names(answer.tokenizer))
@@ -157,7 +157,7 @@ async def count_input_tokens(request: Request, principal: Principal = TENANT) ->
     body = body_as(request, CountedInput)
     if body.model:
         await state.inference.models.resolve(principal, body.model, renewal(request))
-    exchange = await Exchange.open(state.conversations.of(principal), body)
+    exchange = await Exchange.open(state.conversations.of(principal), body, ignored_of(request))
     try:
         ask = Ask(model=body.model, prompts=[], params=SamplingParams(), conversation=exchange.conversation)
         dress = _dressing(state.inference, principal, ask, renewal(request)) if body.model else _as_it_is

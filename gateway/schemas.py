@@ -13,13 +13,6 @@ from engine.params import MAX_LOGPROBS, SamplingParams
 from gateway.errors import bad_request
 from gateway.messages import Body, Message
 
-NO_EFFECT = frozenset(
-    (
-        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "request_id",
-        "session_id",
-    )
-)  # fmt: skip
-"""Hints that change no answer: any value is accepted. (Cache salts and request ids are the gateway's own.)"""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none", "auto"), "parallel_tool_calls": (None, True, False),
     "functions": (None, []), "function_call": (None, "none", "auto"),
@@ -32,7 +25,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,), "ec_transfer_params": (None,), "mm_processor_kwargs": (None,),
 }  # fmt: skip
 """Fields that Chorus does not serve (yet), or that no client may decide: only these values, which ask for nothing."""
-_SPECIAL = NO_EFFECT | NEUTRAL.keys()
 SAMPLING = frozenset((
     "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
     "max_tokens", "min_tokens", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs",
@@ -48,15 +40,15 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 def check_fields(body: Any) -> Any:
-    """Takes out what has no effect; raises ApiError for what is refused."""
+    """Takes out what asks for nothing; raises ApiError for what is refused."""
     if not isinstance(body, Mapping):
         raise bad_request("The request body must be a JSON object.", code=None)
-    if _SPECIAL.isdisjoint(body):
+    if NEUTRAL.keys().isdisjoint(body):
         return body
     for name, values in NEUTRAL.items():
         if name in body and body[name] not in values:
             raise bad_request(f"Unsupported parameter: '{name}' is not supported here.", name, "unsupported_parameter")
-    return {name: value for name, value in body.items() if name not in NO_EFFECT and name not in NEUTRAL}
+    return {name: value for name, value in body.items() if name not in NEUTRAL}
 
 
 class StreamOptions(Body):
@@ -99,6 +91,13 @@ class Generation(Body):
     user: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    # accepted, without effect: cache salts and ids of requests are the gateway's own
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: Annotated[str, Field(max_length=64)] | None = None
+    request_id: Annotated[str, Field(max_length=512)] | None = None
+    session_id: Annotated[str, Field(max_length=512)] | None = None
 
     @model_validator(mode="before")
     @classmethod

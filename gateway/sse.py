@@ -20,7 +20,8 @@ PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 Answered = TypeVar("Answered")
 GONE = "chorus.gone"
-"""Where our server's ASGI scope carries a future that is done when the client has closed the connection."""
+"""Where our server's ASGI scope carries a future that is done when the client has closed the connection. (A server may
+send `http.disconnect` also when it stops itself.)"""
 
 
 def frame(data: bytes) -> bytes:
@@ -102,7 +103,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
-        watch = asyncio.ensure_future(gone(receive))
+        watch: asyncio.Future[None] = scope.get(GONE) or asyncio.ensure_future(gone(receive))
         try:
             await self._keep_alive(pump, watch, send)
         except asyncio.CancelledError:  # not the client: the server stops, and its grace is over
@@ -111,7 +112,7 @@ class EventStream(Response):
                 await self._last(send, self._on_error(unavailable("The server is shutting down.")))
             raise
         finally:
-            await _end(pump, watch)
+            await (_end(pump) if watch is scope.get(GONE) else _end(pump, watch))
             await self._close()
 
     async def _keep_alive(self, pump: asyncio.Future[None], watch: asyncio.Future[None], send: Send) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import redis.asyncio as redis
 import uvicorn
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from sqlalchemy import select
@@ -21,6 +22,7 @@ from gateway.http_guard import GuardedProtocol
 from gateway.settings import Settings
 from tenants.db import Database
 from tenants.models import AuditEntry
+from tenants.slots import TenantSlot
 from tests.fakes import FakeEngine
 
 ADMIN_KEY = "an-admin-key-for-tests"
@@ -66,6 +68,11 @@ class Live:
                 return list(await session.scalars(select(AuditEntry).order_by(AuditEntry.id)))
         finally:
             await database.close()
+
+    async def num_leases(self, tenant: str) -> int:
+        """Requests of the tenant that hold a place now."""
+        async with redis.Redis.from_url(self.settings.redis_url) as store:
+            return int(await store.zcard(TenantSlot(tenant).leases))
 
     async def http(self, key: str = ADMIN_KEY) -> httpx.AsyncClient:
         """A client with this key; the same one for the same key."""

@@ -13,6 +13,7 @@ import openai
 import pytest
 from fastapi.routing import APIRoute
 
+from engine.protocol import Broken, Refused
 from gateway.app import ROUTERS
 from gateway.auth import PUBLIC, Requires
 from gateway.errors import to_api_error
@@ -47,22 +48,58 @@ BROKEN = {
 }
 
 
+JSON = {"content-type": "application/json"}
+SOUND = {"null", "list", "string", "number"}
+"""Of BROKEN, what is JSON: not everywhere must a body be an object, or there at all."""
+
+
 @pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/tokenize", "/admin/v1/tenants"])
 async def test_broken_bodies(server: Live, path: str) -> None:
-    """HT-01, HT-02, T1: whatever is wrong with a body, the answer is 400 in the envelope, on every kind of route; the
-    next call works and no lease is left."""
-    key = ADMIN_KEY if path.startswith("/admin") else await server.key("acme")
-    client = await server.http(key)
+    """HT-01, HT-02, T1: whatever is wrong with a body, the answer is 400 in the envelope; the next call works and no
+    lease is left."""
+    client = await server.http(ADMIN_KEY if path.startswith("/admin") else await server.key("broken"))
 
-    for name, raw in BROKEN.items():
-        answer = await client.post(path, content=raw, headers={"content-type": "application/json"})
+    for name, raw in (BROKEN | {"empty": b""}).items():
+        answer = await client.post(path, content=raw, headers=JSON)
         assert answer.status_code == 400, (name, answer.text)
         error_of(answer)
-    empty = await client.post(path, content=b"", headers={"content-type": "application/json"})
-    assert empty.status_code == 400
-    error_of(empty)
 
-    assert (await (await server.http(await server.key("acme"))).post(PATH, json=chat())).status_code == 200
+    assert (await (await server.http(await server.key("broken"))).post(PATH, json=chat())).status_code == 200
+    assert await server.num_leases("broken") == 0
+
+
+async def test_broken_bodies_everywhere(server: Live) -> None:
+    """HT-01: no route that takes a body has another idea of what JSON is, the admin's included."""
+    tenant, admin = await server.http(await server.key("acme", "inference", "adapters:write")), await server.http()
+    tried = 0
+    for route in routes():
+        path = re.sub(r"{[^}]*}", "x", route.path)
+        for method in sorted((route.methods or set()) & {"POST", "PUT", "PATCH", "DELETE"}):
+            for name in sorted(BROKEN.keys() - SOUND):
+                client = admin if path.startswith("/admin") else tenant
+                answer = await client.request(method, path, content=BROKEN[name], headers=JSON)
+                assert answer.status_code == 400, (method, path, name, answer.text)
+                error_of(answer)
+                tried += 1
+    assert tried > 500
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('"temperature":NaN', "temperature"), ('"temperature":Infinity', "temperature"), ('"top_p":NaN', "top_p"),
+        ('"top_p":-Infinity', "top_p"), ('"min_p":1e999', "min_p"), ('"logit_bias":{"5":NaN}', "logit_bias"),
+        ('"stop":[NaN]', "stop"), ('"n":1,}', None),
+    ],
+)  # fmt: skip
+async def test_numbers_that_json_has_not(server: Live, body: str, param: str | None) -> None:
+    """SM-04: NaN and infinities are 400 that names their field, in an answer that is JSON itself."""
+    client = await server.http(await server.key("acme"))
+    raw = '{"model":"tiny","messages":[{"role":"user","content":"NaN"}],%s}' % body  # noqa: UP031 - full of braces
+
+    answer = await client.post(PATH, content=raw, headers=JSON)
+
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
 async def test_large_bodies(server: Live) -> None:
@@ -86,7 +123,7 @@ async def test_framework_errors(server: Live) -> None:
     client = await server.http(await server.key("acme"))
 
     for method, path, status in [
-        ("GET", "/nope", 404), ("PUT", "/v1/models", 405), ("GET", PATH, 405), ("GET", "/v1/chat/completions/", 404),
+        ("GET", "/nope", 404), ("PUT", "/v1/models", 405), ("GET", "/v1/completions", 405), ("GET", f"{PATH}/", 404),
         ("POST", "//v1/chat/completions", 404), ("OPTIONS", "/v1/models", 405), ("GET", "/V1/models", 404),
         ("DELETE", "/v1/models", 405),
     ]:  # fmt: skip
@@ -150,6 +187,8 @@ async def test_the_clients_exceptions(server: Live) -> None:
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"), ({"cache_salt": ""}, "cache_salt"),
         ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
         ({"allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key"), ({"safety_identifier": "x" * 65}, "safety_identifier"),
+        ({"request_id": "x" * 513}, "request_id"),
         ({"metadata": {"a": 1}}, "metadata"), ({"metadata": {"a" * 65: "b"}}, "metadata"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
     ],
@@ -220,6 +259,25 @@ async def test_fields_that_ask_for_nothing(server: Live) -> None:
     assert script.requests[0].priority == 1
 
 
+STORED = "/v1/chat/completions/chatcmpl-1"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param"),
+    [
+        ("GET", PATH, "store"), ("GET", STORED, "store"), ("POST", STORED, "store"), ("DELETE", STORED, "store"),
+        ("GET", f"{STORED}/messages", "store"), ("POST", "/v1/responses/compact", "compact"),
+    ],
+)  # fmt: skip
+async def test_routes_that_are_not_served_yet(server: Live, method: str, path: str, param: str) -> None:
+    """Stored chat completions and compaction say so, with `param`, rather than that there is no such URL."""
+    client = await server.http(await server.key("acme"))
+
+    answer = await client.request(method, path, json={} if method == "POST" else None)
+
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
 async def test_names_that_no_header_can_carry(server: Live) -> None:
     """HT-03: non-ASCII model names, ids and header bytes never break an answer."""
     client = await server.http(await server.key("acme"))
@@ -234,6 +292,14 @@ async def test_names_that_no_header_can_carry(server: Live) -> None:
     assert "모델-α" in error_of(name)["message"]
     assert header.status_code == 200
     assert long.status_code in (200, 400, 431)
+    admin, own = await server.http(), await server.http(await server.key("zoe"))
+    names = {"name": "Zoë 😀", "model_names": {"모델-α": "tiny"}, "unknown_fields": "warn"}
+    assert (await admin.patch("/admin/v1/tenants/zoe", json=names)).json()["name"] == "Zoë 😀"
+    for stream in (False, True):
+        answer = await own.post(PATH, json={**chat(stream=stream), "model": "모델-α", "größe 😀": 1})
+        assert (answer.status_code, "모델-α" in answer.text) == (200, True)
+        assert answer.headers["x-chorus-ignored"].isascii()
+    assert [model["id"] for model in (await own.get("/v1/models")).json()["data"]] == ["tiny", "모델-α"]
 
 
 async def test_headers_of_every_answer(server: Live) -> None:
@@ -315,7 +381,7 @@ async def test_nothing_without_a_key(server: Live, authorization: str | None) ->
     ("path", "body", "param"),
     [
         (PATH, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         "messages[0].content[0].image_url"),
+         "messages[0].content[0].type"),
         (PATH, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
          "messages[0].content[0].text"),
         (PATH, {"messages": [{"role": "user", "content": "x"}], "metadata": {"Team": 5}}, "metadata.Team"),
@@ -347,27 +413,40 @@ async def test_keys_of_two_classes(server: Live) -> None:
 
 
 async def test_two_authorizations_are_none(server: Live) -> None:
-    """AU-01: two Authorization headers are refused rather than one of them chosen; a foreign organisation is, too."""
+    """AU-01: two Authorization headers are refused rather than one of them chosen; a foreign organisation or project
+    is, too."""
     key = await server.key("acme")
     client = await server.http(key)
 
     two = await client.get("/v1/models", headers=[("authorization", f"Bearer {key}"), ("authorization", "Bearer x")])
-    foreign = await client.get("/v1/models", headers={"openai-organization": "bolt"})
-    own = await client.get("/v1/models", headers={"openai-organization": "acme"})
-
-    assert two.status_code == foreign.status_code == 401
-    assert own.status_code == 200
+    assert two.status_code == 401
+    for what in ("organization", "project"):
+        foreign = await client.get("/v1/models", headers={f"openai-{what}": "bolt"})
+        assert (foreign.status_code, error_of(foreign)["code"]) == (401, f"mismatched_{what}")
+        assert (await client.get("/v1/models", headers={f"openai-{what}": "acme"})).status_code == 200
 
 
 async def test_errors_under_load_leave_nothing(server: Live) -> None:
-    """HT-02: after fifty refused and fifty good calls nothing is held."""
-    client = await server.http(await server.key("acme"))
+    """HT-02, QB-02: fifty refused and fifty good calls at once, some of which the engine refuses or breaks off: nothing
+    is held afterwards, and fifty places of fifty are free."""
+    script = Script(fail_after=1).install(server)
+    client = await server.http(await server.key("crowd"))
+    await (await server.http()).patch("/admin/v1/tenants/crowd", json={"limits": {"concurrency": 50}})
 
-    bad = [client.post(PATH, content=raw) for raw in list(BROKEN.values())[:10]]
-    good = [client.post(PATH, json=chat()) for _ in range(20)]
-    answers = await asyncio.gather(*bad, *good)
+    bad = [client.post(PATH, content=raw) for raw in (list(BROKEN.values()) * 3)[:50]]
+    good = [client.post(PATH, json=chat(stream=i % 2 == 0)) for i in range(25)]
+    assert [answer.status_code for answer in await asyncio.gather(*bad, *good)] == [400] * 50 + [200] * 25
+    script.error = Broken("engine_error", "died")
+    broken = await asyncio.gather(*(client.post(PATH, json=chat(stream=i % 2 == 0)) for i in range(20)))
+    assert [answer.status_code for answer in broken] == [200, 500] * 10
+    script.fail_after, script.error = None, Refused("queue_full", "full", 1.0)
+    refused = await asyncio.gather(*(client.post(PATH, json=chat(stream=i % 2 == 0)) for i in range(20)))
+    assert {answer.status_code for answer in refused} == {503}
 
-    assert [answer.status_code for answer in answers] == [400] * 10 + [200] * 20
+    script.error = None
+    assert await server.num_leases("crowd") == 0
+    answers = await asyncio.gather(*(client.post(PATH, json=chat()) for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
 
 
 def many(what: str) -> bytes:

@@ -14,7 +14,7 @@ from openai.types.responses import response_create_params as responses
 from pydantic import BaseModel
 
 from gateway.response_request import CountedInput, NewResponse
-from gateway.schemas import NEUTRAL, NO_EFFECT, ChatRequest, CompletionRequest
+from gateway.schemas import NEUTRAL, ChatRequest, CompletionRequest
 from tests.gateway.live import Live
 
 VLLM = frozenset(
@@ -29,8 +29,8 @@ VLLM = frozenset(
     )
 )  # fmt: skip
 CASES: list[tuple[type[BaseModel], Any, frozenset[str], frozenset[str]]] = [
-    (ChatRequest, chat.CompletionCreateParamsBase, VLLM, NO_EFFECT | NEUTRAL.keys()),
-    (CompletionRequest, text.CompletionCreateParamsBase, VLLM, NO_EFFECT | NEUTRAL.keys()),
+    (ChatRequest, chat.CompletionCreateParamsBase, VLLM, frozenset(NEUTRAL)),
+    (CompletionRequest, text.CompletionCreateParamsBase, VLLM, frozenset(NEUTRAL)),
     (NewResponse, responses.ResponseCreateParamsBase, frozenset(), frozenset()),
     (CountedInput, counted.InputTokenCountParams, frozenset(), frozenset()),
 ]
@@ -55,7 +55,7 @@ def test_every_field_is_documented() -> None:
         name.partition(".")[0] for name in re.findall(r"`([\w.]+)`", page)
     }
 
-    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *NewResponse.model_fields, *NO_EFFECT}
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *NewResponse.model_fields}
     assert {*known, *NEUTRAL, *CountedInput.model_fields} - named == set()
 
 
@@ -77,9 +77,23 @@ async def test_unknown_fields_are_named_or_refused(live: Live) -> None:
     made = await client.post("/v1/responses", json={"model": "tiny", "input": "hi", "zzz": 1})
     assert (made.status_code, made.headers["x-chorus-ignored"]) == (200, "zzz")
     assert "x-chorus-ignored" not in (await client.post("/v1/responses", json={"model": "tiny", "input": "a"})).headers
+    parts = [{"type": "text", "text": "of many parts", "cache_control": {"type": "ephemeral"}}]
+    answer = await client.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": [message | {"content": parts}]}
+    )
+    assert (answer.status_code, live.prompts()[-1].count("of many parts")) == (200, 1)
+    item = {"role": "user", "zzz": 1, "content": [{"type": "input_text", "text": "hi", "zzz": 1}]}
+    for path, name, more in (
+        ("/v1/responses", "input", {"model": "tiny"}), ("/v1/conversations", "items", {}),
+        ("/v1/responses/input_tokens", "input", {}),
+    ):  # fmt: skip
+        made = await client.post(path, json={name: [item], "zzz": 1, **more})
+        assert made.status_code == 200, (path, made.text)
+        assert made.headers["x-chorus-ignored"] == f"{name}[0].content[0].zzz, {name}[0].zzz, zzz"
     for fields in ({"tools": [{"type": "function"}]}, {"temperature": 9, "zzz": 1}, {"messages": 5, "zzz": 1}):
         assert (await client.post("/v1/chat/completions", json={**body, **fields})).status_code == 400
     await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "reject"})
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+    assert (await client.post("/v1/responses", json={"model": "tiny", "input": [item]})).status_code == 400
     assert (await admin.patch("/admin/v1/tenants/acme", json={"unknown_fields": "drop"})).status_code == 400
     assert (await admin.patch("/admin/v1/tenants/acme", json={"zzz": 1})).status_code == 400
