@@ -71,15 +71,20 @@ async def test_sdk_does_not_retry_a_spent_budget(server: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "code"),
-    [({"requests_per_minute": 0}, "rate_limit_exceeded"), ({"tokens_per_minute": 1}, "rate_limit_exceeded"),
-     ({"concurrency": 0}, "rate_limit_exceeded"), ({"tokens_per_day": 1}, "insufficient_quota"),
-     ({"tokens_per_month": 1}, "insufficient_quota")],
+    ("limits", "code", "kind", "told"),
+    [({"requests_per_minute": 0}, "rate_limit_exceeded", "requests", "requests per min: Limit 0, Used 0, Requested 1."),
+     ({"tokens_per_minute": 1}, "rate_limit_exceeded", "tokens", "tokens per min: Limit 1, Used 0, Requested "),
+     ({"concurrency": 0}, "rate_limit_exceeded", "requests", "concurrent requests: Limit 0, Used 0, Requested 1."),
+     ({"tokens_per_day": 1}, "insufficient_quota", "insufficient_quota", "tokens per day "),
+     ({"tokens_per_month": 1}, "insufficient_quota", "insufficient_quota", "tokens per month ")],
 )  # fmt: skip
 @pytest.mark.parametrize("scope", ["tenant", "key", "model", "plan", "plan-model"])
-async def test_every_limit_in_every_scope(server: Live, limits: dict[str, int], scope: str, code: str) -> None:
-    """QB-09, QB-15: each dimension for tenant, key and model, own or of a plan, is enforced on every endpoint, stream
-    on or off; whoever is narrower decides."""
+async def test_every_limit_in_every_scope(
+    server: Live, limits: dict[str, int], scope: str, code: str, kind: str, told: str
+) -> None:
+    """QB-09, QB-12, QB-15: each dimension for tenant, key and model, own or of a plan, is enforced on every endpoint,
+    turns of a conversation too, stream on or off, and told apart by code, type and words; whoever is narrower
+    decides."""
     admin = await server.http()
     name = f"cell-{scope}-{next(iter(limits))}".replace("_", "-")
     await server.key(name)
@@ -94,16 +99,22 @@ async def test_every_limit_in_every_scope(server: Live, limits: dict[str, int], 
     own = limits if scope == "key" else {}
     made = await admin.post(f"{ADMIN}/tenants/{name}/keys", json={"name": "k", "limits": own})
     client = await server.http(made.json()["key"])
+    talk = (await client.post("/v1/conversations", json={})).json()["id"]
 
     for path, body in (
         (PATH, chat(max_tokens=16)), ("/v1/completions", {"model": "tiny", "prompt": "x"}),
         ("/v1/responses", {"model": "tiny", "input": "x"}),
+        ("/v1/responses", {"model": "tiny", "input": "x", "conversation": talk}),
     ):  # fmt: skip
         for stream in (False, True):
             answer = await client.post(path, json={**body, "stream": stream})
             assert answer.status_code == 429, (path, answer.text)
-            assert error_of(answer)["code"] == code
-            assert f"this {scope.replace('plan-', '').replace('plan', 'tenant')}" in error_of(answer)["message"]
+            error = error_of(answer)
+            assert (error["code"], error["type"], error["param"]) == (code, kind, None)
+            assert told in error["message"]
+            assert answer.headers["x-should-retry"] == "false"
+            assert "retry-after" not in answer.headers
+            assert f"this {scope.replace('plan-', '').replace('plan', 'tenant')}" in error["message"]
     assert not server.engine.requests
 
 

@@ -21,6 +21,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SOON_S = 1.0
 """So soon a client that has left holds nothing any more."""
 LONG = " ".join(["the quick brown fox"] * 20)
+BODIES: dict[str, tuple[dict[str, Any], bytes, bytes]] = {
+    PATH: (chat(), b'"role":"assistant"', b'"content":"the'),
+    "/v1/completions": ({"model": "tiny", "prompt": "hi", "max_tokens": 100}, b"HTTP/1.1 200", b'"text":"the'),
+    "/v1/responses": ({"model": "tiny", "input": "hi"}, b"response.created", b'"delta":"the'),
+}
+"""What is asked, what comes before the first token of its stream, and what with it."""
+everywhere = pytest.mark.parametrize("path", BODIES)
 
 
 async def single(server: Live, tenant: str) -> str:
@@ -62,15 +69,14 @@ async def row_of(server: Live, tenant: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@everywhere
 async def test_gone_while_the_engine_has_not_accepted(server: Live, stream: bool, path: str) -> None:
     """T49, KV-01: a client that leaves while its request is queued: the request is withdrawn at once, the lease
     is free, nothing is billed for output."""
     script = Script(accept=asyncio.Event()).install(server)
     tenant = f"queued-{stream}-{len(path)}"
     key = await single(server, tenant)
-    body = chat(stream=stream) if path == PATH else {"model": "tiny", "prompt": "hi", "stream": stream}
-    _, writer = await connect(server, key, body, path)
+    _, writer = await connect(server, key, BODIES[path][0] | {"stream": stream}, path)
     await script.started.wait()
 
     writer.close()
@@ -82,14 +88,16 @@ async def test_gone_while_the_engine_has_not_accepted(server: Live, stream: bool
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_gone_before_the_first_token(server: Live, stream: bool) -> None:
+@everywhere
+async def test_gone_before_the_first_token(server: Live, stream: bool, path: str) -> None:
     """T49, KV-01: accepted but silent (an adapter loads): closed at once, and once."""
     script = Script(gate=asyncio.Event()).install(server)
-    key = await single(server, f"silent-{stream}")
-    reader, writer = await connect(server, key, chat(stream=stream))
+    key = await single(server, f"silent-{stream}-{len(path)}")
+    body, head, _ = BODIES[path]
+    reader, writer = await connect(server, key, body | {"stream": stream}, path)
     await until(lambda: bool(script.generations))
     if stream:
-        await reader.readuntil(b'"role":"assistant"')
+        await reader.readuntil(head)
 
     writer.close()
 
@@ -100,12 +108,15 @@ async def test_gone_before_the_first_token(server: Live, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_gone_in_mid_stream(server: Live, stream: bool) -> None:
+@everywhere
+async def test_gone_in_mid_stream(server: Live, stream: bool, path: str) -> None:
     """T49, QB-03, KV-01: what was made until then is billed, the rest is never asked for; the lease is free."""
     gate = asyncio.Event()
     script = Script([LONG], gate=gate).install(server)
-    key = await single(server, f"midway-{stream}")
-    reader, writer = await connect(server, key, chat(stream=stream))
+    tenant = f"midway-{stream}-{len(path)}"
+    key = await single(server, tenant)
+    body, _, first = BODIES[path]
+    reader, writer = await connect(server, key, body | {"stream": stream}, path)
     await until(lambda: bool(script.generations))
     generation = script.generations[0]
     inner = generation.__class__.__anext__
@@ -119,13 +130,13 @@ async def test_gone_in_mid_stream(server: Live, stream: bool) -> None:
     gate.set()
     await until(lambda: not gate.is_set())
     if stream:
-        await reader.readuntil(b'"content":"the')
+        await reader.readuntil(first)
 
     writer.close()
 
     await until(lambda: generation.num_closed == 1, SOON_S)
     script.gate = None
-    row = await row_of(server, f"midway-{stream}")
+    row = await row_of(server, tenant)
     assert row["completion_tokens"] == 3
     assert row["prompt_tokens"] == len(script.requests[0].prompt)
     await place_is_free(server, key)
@@ -162,21 +173,27 @@ async def test_a_whole_answer_aborts_nothing(server: Live) -> None:
     assert [(g.is_finished, g.num_closed) for g in script.generations] == [(True, 1)] * 2
 
 
-async def test_an_engine_that_dies_in_mid_stream(server: Live) -> None:
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+async def test_an_engine_that_dies_in_mid_stream(server: Live, path: str) -> None:
     """T22, T23, ST-06, ST-07: the stream ends with an error event, an object and not a string, without [DONE] and
     without a finish_reason; the SDK raises APIError; what was made is billed, the lease is free."""
     script = Script([LONG], fail_after=3, error=Broken("engine_error", "the engine has restarted")).install(server)
-    key = await single(server, "dying")
+    tenant = f"dying-{len(path)}"
+    key = await single(server, tenant)
     client = await server.http(key)
 
-    answer = await client.post(PATH, json=chat(stream=True))
+    answer = await client.post(path, json=BODIES[path][0] | {"stream": True})
     sdk = await server.openai(key)
-    stream = await sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], stream=True)
     texts: list[str] = []
 
     async def read() -> None:
-        async for chunk in stream:
-            texts.append(chunk.choices[0].delta.content or "")
+        if path == PATH:
+            messages: Any = [{"role": "user", "content": "x"}]
+            async for chunk in await sdk.chat.completions.create(model="tiny", messages=messages, stream=True):
+                texts.append(chunk.choices[0].delta.content or "")
+        else:
+            async for part in await sdk.completions.create(model="tiny", prompt="x", stream=True):
+                texts.append(part.choices[0].text)
 
     with pytest.raises(openai.APIError) as caught:
         await read()
@@ -186,12 +203,21 @@ async def test_an_engine_that_dies_in_mid_stream(server: Live) -> None:
     error = json.loads(frames[-1])["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "server_error"
+    assert "[DONE]" not in frames
     assert not any('"finish_reason":"' in frame for frame in frames)
     assert "".join(texts) == server.tokenizer.decode(server.tokenizer.encode(LONG)[:3])
     assert not isinstance(caught.value, openai.APIStatusError)
     assert caught.value.message == "the engine has restarted"
     script.error = None
     await place_is_free(server, key)
+    admin = await server.http()
+    rows: list[dict[str, Any]] = []
+    for _ in range(200):
+        rows = (await admin.get(f"/admin/v1/usage/entries?tenant={tenant}")).json()["data"]
+        if len(rows) >= 3:
+            break
+        await asyncio.sleep(0.02)
+    assert [(row["status"], row["completion_tokens"]) for row in rows[-2:]] == [("error", 3)] * 2
 
 
 async def test_an_engine_that_dies_during_a_plain_answer(server: Live) -> None:
@@ -259,7 +285,8 @@ async def test_an_engine_that_ends_too_early(server: Live) -> None:
     assert "error" in json.loads(frames[-1])
 
 
-async def test_waiting_is_told_by_comments(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+@everywhere
+async def test_waiting_is_told_by_comments(server: Live, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """T10, T11, ST-13: while nothing comes, comment lines keep the connection alive, and the client does not notice;
     while tokens flow there are none."""
     monkeypatch.setattr(gateway.sse.EventStream.__init__, "__kwdefaults__", {
@@ -272,22 +299,31 @@ async def test_waiting_is_told_by_comments(server: Live, monkeypatch: pytest.Mon
     client = await server.http(key)
 
     async def read() -> str:
+        if path == "/v1/responses":
+            async with sdk.responses.stream(model="tiny", input="x") as events:
+                return (await events.get_final_response()).output_text
+        if path == "/v1/completions":
+            parts = await sdk.completions.create(model="tiny", prompt="x", stream=True)
+            return "".join([part.choices[0].text async for part in parts])
         stream = await sdk.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], stream=True
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    raw, text = asyncio.create_task(client.post(PATH, json=chat(stream=True))), asyncio.create_task(read())
+    body = BODIES[path][0] | {"stream": True}
+    raw, text = asyncio.create_task(client.post(path, json=body)), asyncio.create_task(read())
     started = time.monotonic()
     await until(lambda: len(script.generations) == 2)
     await asyncio.sleep(0.4)
     gate.set()
 
-    body = (await raw).content
+    received = (await raw).content
     assert await text == "a b c"
-    assert 3 <= body.count(b": ping\n\n") <= (time.monotonic() - started) / 0.05 + 1
-    assert frames_of(body)[-1] == "[DONE]"
-    quick = (await client.post(PATH, json=chat(stream=True))).content
+    assert 3 <= received.count(b": ping\n\n") <= (time.monotonic() - started) / 0.05 + 1
+    assert b"\nid:" not in received
+    if path != "/v1/responses":
+        assert frames_of(received)[-1] == "[DONE]"
+    quick = (await client.post(path, json=body)).content
     assert b"ping" not in quick
 
 

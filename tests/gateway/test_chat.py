@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.gateway.live import Live
 from tests.gateway.scripted import Script, chat, error_of, frames_of, stream_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/chat/completions"
@@ -89,25 +90,33 @@ async def test_raw_bytes_of_a_stream(server: Live) -> None:
     assert "content-encoding" not in answer.headers
 
 
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 50}
+both = pytest.mark.parametrize(("path", "body"), [(PATH, chat()), ("/v1/completions", TEXT)], ids=["chat", "text"])
+
+
+@both
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
-async def test_no_usage_unless_asked_for(server: Live, options: dict[str, Any] | None) -> None:
+async def test_no_usage_unless_asked_for(
+    server: Live, path: str, body: dict[str, Any], options: dict[str, Any] | None
+) -> None:
     """T19, SM-10: without include_usage there is no usage key at all."""
     client = await server.http(await server.key("acme"))
 
-    chunks = await stream_of(client, PATH, chat() if options is None else chat(stream_options=options))
+    chunks = await stream_of(client, path, body if options is None else body | {"stream_options": options})
 
     assert not any("usage" in chunk for chunk in chunks)
 
 
+@both
 @pytest.mark.parametrize("n", [1, 2])
-async def test_the_usage_chunk(server: Live, n: int) -> None:
+async def test_the_usage_chunk(server: Live, path: str, body: dict[str, Any], n: int) -> None:
     """T18, T19, T20, SM-10: with include_usage every chunk has usage null, and one more chunk after all choices has
     choices [] and the numbers of the plain call."""
     Script(["a b c"], num_cached=3).install(server)
     client = await server.http(await server.key("acme"))
 
-    chunks = await stream_of(client, PATH, chat(n=n, stream_options={"include_usage": True}))
-    plain = (await client.post(PATH, json=chat(n=n))).json()
+    chunks = await stream_of(client, path, body | {"n": n, "stream_options": {"include_usage": True}})
+    plain = (await client.post(path, json=body | {"n": n})).json()
 
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == []
@@ -128,13 +137,14 @@ async def test_usage_in_every_chunk(server: Live) -> None:
     assert counts[0] == 0 < counts[-1]
 
 
-async def test_stream_options_need_a_stream(server: Live) -> None:
+@both
+async def test_stream_options_need_a_stream(server: Live, path: str, body: dict[str, Any]) -> None:
     """SM-10: stream_options without stream is 400."""
     client = await server.http(await server.key("acme"))
 
-    error = error_of(await client.post(PATH, json=chat(stream_options={"include_usage": True})))
-
-    assert error["param"] == "stream_options"
+    for options in ({"include_usage": True}, {}):
+        answer = await client.post(path, json=body | {"stream_options": options})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "stream_options")
 
 
 @pytest.mark.parametrize("stop", ["fox", "quick br", "own fox", "brown fox has don"])
@@ -158,6 +168,25 @@ async def test_stop_strings(server: Live, stop: str, size: int) -> None:
     ids = server.tokenizer.encode(text)
     needed = next(n for n in range(1, len(ids) + 1) if stop in server.tokenizer.decode(ids[:n]))
     assert plain["usage"]["completion_tokens"] == needed
+
+
+async def test_only_what_is_generated_is_searched_for_stops(server: Live) -> None:
+    """ST-05: a stop that the prompt ends with, or that begins in it, stops nothing; of two the earlier place counts;
+    one of 10,000 characters never comes."""
+    Script(["fox ab abc"]).install(server)
+    client = await server.http(await server.key("acme"))
+
+    body = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 50}
+    for stop, text in (
+        ("brown", "fox ab abc"),
+        ("brownfox", "fox ab abc"),
+        (["abc", "ab"], "fox "),
+        ("x" * 10_000, None),
+    ):
+        answer = (await client.post("/v1/completions", json=body | {"stop": stop})).json()["choices"][0]
+        assert answer["text"] == (text or "fox ab abc")
+        chunks = await stream_of(client, "/v1/completions", body | {"stop": stop})
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == (text or "fox ab abc")
 
 
 @pytest.mark.parametrize("stop", [None, []])
@@ -292,13 +321,26 @@ async def test_sampling_reaches_the_engine(server: Live) -> None:
 
 
 async def test_who_asks_reaches_the_engine_only_as_numbers(server: Live) -> None:
-    """The engine sees a lane, a share, a class and a salt of the tenant's; ids are the gateway's own (HT-06)."""
-    script = Script().install(server)
+    """HT-06: the engine sees a lane, a share, a class and a salt of the tenant's; ids are the gateway's own, so that
+    streams under equal ids of their clients run at the same time and apart."""
+    script = Script(["a b c"], gate=asyncio.Event()).install(server)
     a, b = await server.http(await server.key("acme")), await server.http(await server.key("bolt"))
+    headers = {"x-request-id": "same", "x-client-request-id": "same"}
 
-    for client in (a, a, b):
-        answer = await client.post(PATH, json=chat(request_id="same"), headers={"x-request-id": "same"})
-        assert answer.headers["x-request-id"] != "same"
+    asked = []
+    for number, client in enumerate((a, a, b), 1):
+        body = chat(request_id="same", stream=True)
+        asked.append(asyncio.create_task(client.post(PATH, json=body, headers=headers)))
+        await until(lambda number=number: len(script.generations) == number)
+    assert script.gate is not None
+    script.gate.set()
+    answers = await asyncio.gather(*asked)
+    for answer in answers:
+        chunks = [json.loads(data) for data in frames_of(answer.content)[:-1]]
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "a b c"
+        assert answer.headers["x-request-id"].startswith("req_")
+        assert "same" not in answer.text
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 3
 
     first, second, other = script.requests
     assert len({first.id, second.id, other.id}) == 3
@@ -400,17 +442,36 @@ async def test_vllm_extras(server: Live) -> None:
     assert second == {"logprob": -1.5, "rank": 1, "decoded_token": second["decoded_token"]}
 
 
-async def test_answers_cost_no_buffering(server: Live) -> None:
-    """T24: the first token is sent when it is there, not when the answer is."""
-    gate = asyncio.Event()
-    Script(["a b c"], gate=gate).install(server)
+class Turns(asyncio.Event):
+    """A gate that lets one chunk pass for each release()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free = asyncio.Semaphore(0)
+        self.release = self._free.release
+
+    async def wait(self) -> Literal[True]:
+        return await self._free.acquire()
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses"])
+async def test_answers_cost_no_buffering(server: Live, path: str) -> None:
+    """T24: each token is sent when it is there, not when the next one or the whole answer is; nothing is compressed."""
+    turns = Turns()
+    Script(["x y"], gate=turns).install(server)  # three tokens
     client = await server.http(await server.key("acme"))
+    prompt = {PATH: chat(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}[path]
+    body, headers = {"model": "tiny", **prompt, "stream": True}, {"accept-encoding": "gzip, br, zstd"}
 
-    async with client.stream("POST", PATH, json=chat(stream=True)) as answer:
-        lines = answer.aiter_lines()
-        first = json.loads((await anext(lines)).removeprefix("data: "))
-        assert first["choices"][0]["delta"]["role"] == "assistant"
-        gate.set()
-        rest = [line async for line in lines]
+    async with client.stream("POST", path, json=body, headers=headers) as answer:
+        lines, seen = answer.aiter_lines(), ""
+        for piece in ("x", " ", "y"):
+            turns.release()
+            while f'"{piece}"' not in seen:
+                seen += await asyncio.wait_for(anext(lines), 10)
+        turns.release()
+        async for line in lines:
+            seen += line
 
-    assert rest[-2:] == ["data: [DONE]", ""]
+    assert "content-encoding" not in answer.headers
+    assert seen.endswith("data: [DONE]") or "response.completed" in seen

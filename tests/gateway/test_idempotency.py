@@ -190,8 +190,13 @@ async def test_inference(server: Live, path: str, stream: bool) -> None:
     assert (other.status_code, error_of(other)["code"]) == (409, "idempotency_mismatch")
     assert len(await entries(server, tenant)) == 1
     stranger = await server.http(await server.key(f"{tenant}-2"))
-    fresh = await stranger.post(path, json=body, headers=headers)
-    assert (fresh.status_code, fresh.headers.get("idempotency-replayed")) == (200, None)
+    made = await (await server.http()).post(f"/admin/v1/tenants/{tenant}/keys", json={"name": "another"})
+    for other_key, where in (
+        (stranger, path), (await server.http(made.json()["key"]), path), (client, "/v1/responses/input_tokens"),
+    ):  # fmt: skip
+        sent = body if where == path else {"input": "hi"}
+        fresh = await other_key.post(where, json=sent, headers=headers)
+        assert (fresh.status_code, fresh.headers.get("idempotency-replayed")) == (200, None)
 
 
 async def test_a_broken_stream_is_not_given_again(server: Live) -> None:

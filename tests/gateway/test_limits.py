@@ -35,39 +35,76 @@ def remaining(answer: httpx.Response, window: str) -> int:
     return int(answer.headers[f"x-ratelimit-remaining-{window}"])
 
 
+GO_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)(ms|s))?")
+BODIES: dict[str, dict[str, Any]] = {
+    PATH: chat(max_tokens=50),
+    "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 50},
+    "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 50},
+}
+
+
+def check_windows(answer: httpx.Response, limits: dict[str, int]) -> None:
+    """The six headers: integers, and a duration as Go prints it, until the bucket is full again."""
+    for window in WINDOWS:
+        limit, reset = answer.headers[f"x-ratelimit-limit-{window}"], answer.headers[f"x-ratelimit-reset-{window}"]
+        assert limit == str(limits[f"{window}_per_minute"])
+        found = GO_DURATION.fullmatch(reset)
+        assert found is not None, reset
+        assert reset
+        hours, minutes, rest, unit = found.groups()
+        seconds = int(hours or 0) * 3600 + int(minutes or 0) * 60 + float(rest or 0) / (1000 if unit == "ms" else 1)
+        per_token = 60 / int(limit)
+        missing = int(limit) - remaining(answer, window)
+        assert (missing - 1) * per_token <= seconds <= missing * per_token + 0.002, (window, reset)
+
+
 async def test_six_headers(server: Live) -> None:
-    """T31: limit and remaining are integers, reset a Go duration; on plain answers and on streams; what is unlimited
-    has none."""
-    client = await limited(server, "six-headers", requests_per_minute=600, tokens_per_minute=60_000)
+    """T31: limit and remaining are integers, reset the time until the bucket is full, as a Go duration; on plain
+    answers, on streams and on 429, of every endpoint; what is unlimited has none."""
+    limits = {"requests_per_minute": 6, "tokens_per_minute": 60_000}
+    client = await limited(server, "six-headers", **limits)
+    free = await server.http(await server.key("free"))
 
-    plain = await client.post(PATH, json=chat(max_tokens=50))
-    stream = await client.post(PATH, json=chat(max_tokens=50, stream=True))
-    free = await (await server.http(await server.key("free"))).post(PATH, json=chat())
-
-    for answer in (plain, stream):
-        assert answer.headers["x-ratelimit-limit-requests"] == "600"
-        assert answer.headers["x-ratelimit-limit-tokens"] == "60000"
-        for window in WINDOWS:
-            assert re.fullmatch(r"(\d+h)?(\d+m)?\d+(\.\d+)?s|\d+ms", answer.headers[f"x-ratelimit-reset-{window}"])
-    assert 598 <= remaining(plain, "requests") <= 599
-    assert remaining(plain, "tokens") <= 60_000 - 50
-    assert not [name for name in free.headers if name.startswith("x-ratelimit")]
+    for number, (path, body) in enumerate([*BODIES.items()] * 2):
+        answer = await client.post(path, json=body | {"stream": number >= 3})
+        assert answer.status_code == 200, answer.text
+        check_windows(answer, limits)
+        assert 5 - number <= remaining(answer, "requests") <= 5
+        assert remaining(answer, "tokens") <= 60_000 - 50
+        unlimited = await free.post(path, json=body | {"stream": number >= 3})
+        assert not [name for name in unlimited.headers if name.startswith("x-ratelimit")]
+    for path, body in BODIES.items():
+        answer = await client.post(path, json=body | {"stream": True})
+        while answer.status_code == 200:  # on a slow machine a request flowed back
+            answer = await client.post(path, json=body | {"stream": True})
+        assert (answer.status_code, remaining(answer, "requests")) == (429, 0)
+        check_windows(answer, limits)
 
 
 async def test_nothing_is_charged_for_what_is_refused(server: Live) -> None:
-    """T6, T30, HS-03: bad bodies, unknown models, prompts that don't fit consume neither requests nor tokens."""
+    """T6, T30, HS-03: bad bodies, unknown models, prompts that don't fit consume neither requests nor tokens, on any
+    endpoint, streamed or not; nor does what a limit refuses, however often."""
     client = await limited(server, "nothing-is-charged-f", requests_per_minute=1, tokens_per_minute=100_000)
 
-    for body in [
-        chat(temperature=9), {**chat(), "model": "nope"}, chat("x" * 5000), chat(max_tokens=512),
-        chat(logit_bias={"9999": 1}), {"model": "tiny"},
-    ]:  # fmt: skip
-        assert (await client.post(PATH, json=body)).status_code in (400, 404)
+    for path, body in BODIES.items():
+        (text,) = {"messages", "prompt", "input"} & body.keys()
+        limit = "max_output_tokens" if text == "input" else "max_tokens"
+        for wrong in (
+            {"temperature": 9}, {"model": "nope"}, {text: [{"role": "user", "content": "x" * 5000}]}, {limit: 512},
+            {"logit_bias": {"9999": 1}}, {text: None}, {"previous_response_id": "resp_x"}, {"zzz": 1},
+        ):  # fmt: skip
+            for stream in (False, True):
+                answer = await client.post(path, json=body | wrong | {"stream": stream})
+                assert answer.status_code in (400, 404), (path, wrong, answer.text)
     answer = await client.post(PATH, json=chat(max_tokens=5))
 
     assert answer.status_code == 200
     assert remaining(answer, "requests") == 0
     assert remaining(answer, "tokens") > 99_000
+    for _ in range(20):
+        refused = await client.post(PATH, json=chat(max_tokens=400))
+        assert refused.status_code == 429
+    assert remaining(refused, "tokens") > 99_000
 
 
 async def test_too_many_requests(server: Live) -> None:
@@ -153,7 +190,8 @@ async def test_concurrency_is_free_when_the_answer_ends(server: Live) -> None:
 async def test_refusals_of_the_engine(
     server: Live, error: EngineError, status: int, code: str | None, stream: bool
 ) -> None:
-    """T21: what the engine refuses is an HTTP status, in streams too; place and tokens are given back."""
+    """T21: what the engine refuses is an HTTP status, in streams too, on every endpoint; place and tokens are given
+    back."""
     script = Script(error=error).install(server)
     client = await limited(
         server,
@@ -162,8 +200,8 @@ async def test_refusals_of_the_engine(
         tokens_per_minute=100_000,
     )
 
-    for _ in range(2):
-        answer = await client.post(PATH, json=chat(stream=stream))
+    for path, body in BODIES.items():
+        answer = await client.post(path, json=body | {"stream": stream})
         assert answer.status_code == status
         assert error_of(answer)["code"] == code
         if status in (429, 503):

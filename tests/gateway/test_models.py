@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import NotFoundError
+from sqlalchemy import Engine, event
 
 from tests.gateway.live import Live
 from tests.gateway.scripted import Script, chat, error_of, stream_of
@@ -33,6 +36,22 @@ async def upload(server: Live, where: str, name: str, files: Path, method: str =
     assert answer.status_code in (200, 201), answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """What SQL is asked of any database, but for what runs by itself."""
+    seen: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        if "adapter" in statement or "api_keys" in statement:
+            seen.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield seen
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
 
 
 async def names(server: Live, key: str) -> list[str]:
@@ -95,8 +114,8 @@ async def test_a_new_version_answers_at_once(server: Live, adapters: list[Path])
 
 
 async def test_foreign_is_as_unknown(server: Live, adapters: list[Path]) -> None:
-    """T5, T8, AU-03: another tenant's adapter is 404 like a random name, with the same body but for the name, for every
-    route that takes a model, and is in no list."""
+    """T5, T8, AU-03: another tenant's adapter is 404 like a random name, with the same body but for the name and after
+    the same look-ups, for every route that takes a model, and is in no list."""
     await upload(server, "tenants/acme/adapters", "secret", adapters[0])
     key = await server.key("bolt")
     client = await server.http(key)
@@ -104,9 +123,15 @@ async def test_foreign_is_as_unknown(server: Live, adapters: list[Path]) -> None
     for path, body in [
         (PATH, chat()), ("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"}),
         ("/detokenize", {"tokens": [1]}), ("/v1/responses", {"input": "x"}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
     ]:  # fmt: skip
-        foreign = await client.post(path, json={**body, "model": "secret"})
-        unknown = await client.post(path, json={**body, "model": "sekret"})
+        await client.post(path, json={**body, "model": "seeekret"})
+        with statements() as asked:
+            foreign = await client.post(path, json={**body, "model": "secret"})
+            num_foreign = len(asked)
+            unknown = await client.post(path, json={**body, "model": "sekret"})
+        assert asked[:num_foreign] == asked[num_foreign:], path
+        assert num_foreign
         assert foreign.status_code == unknown.status_code == 404, path
         assert foreign.text == unknown.text.replace("sekret", "secret")
         assert error_of(foreign)["code"] == "model_not_found"
@@ -145,9 +170,20 @@ async def test_no_name_falls_back_to_the_base(server: Live, adapters: list[Path]
 
 
 async def test_ids_in_paths(server: Live, adapters: list[Path]) -> None:
-    """T7: ids with slashes and other characters reach the route and are looked up, whatever the client escapes."""
+    """T7: ids with slashes and other characters reach the route and are looked up, whatever the client escapes; and are
+    found where a tenant has such a name."""
     client = await server.openai(await server.key("acme"))
     await upload(server, "tenants/acme/adapters", "v.1_x-Y", adapters[0])
+    own = await server.openai(await server.key("odd-names"))
+    odd = ["acme/ad:1", "a/b/c", "x y", "é", "a#b?c", "%2F", "../tiny", "ft:gpt-4o:acme::7p4l"]
+    answer = await (await server.http()).patch(
+        "/admin/v1/tenants/odd-names", json={"model_names": dict.fromkeys(odd, "tiny")}
+    )
+    assert answer.status_code == 200, answer.text
+    assert {model.id async for model in own.models.list()} == {"tiny", *odd}
+    for name in odd:
+        if name != "../tiny":  # clients resolve it themselves
+            assert (await own.models.retrieve(name)).id == name
 
     assert (await client.models.retrieve("v.1_x-Y")).id == "v.1_x-Y"
     assert (await client.models.retrieve("v.1_x-Y@1")).id == "v.1_x-Y@1"
@@ -173,7 +209,7 @@ async def test_shared_adapters(server: Live, adapters: list[Path]) -> None:
 
 async def test_allow_lists(server: Live, adapters: list[Path]) -> None:
     """AU-03, QB-09: what is not on the tenant's and the key's list is neither listed nor found, by no name and no
-    version; a changed list acts at the next call."""
+    version, on no endpoint; a changed list acts at the next call."""
     await upload(server, "adapters", "allow-a", adapters[0])
     await upload(server, "adapters", "deny-b", adapters[1])
     admin = await server.http()
@@ -182,10 +218,24 @@ async def test_allow_lists(server: Live, adapters: list[Path]) -> None:
     assert (await client.post(PATH, json={**chat(), "model": "deny-b"})).status_code == 200
     await admin.patch("/admin/v1/tenants/dora", json={"models": ["tiny", "allow-*"]})
 
+    keys = "/admin/v1/tenants/dora/keys"
+    narrow = (await admin.post(keys, json={"name": "n", "models": ["allow-*", "deny-*"]})).json()["key"]
     assert await names(server, key) == ["tiny", "allow-a"]
-    for name, status in [("allow-a", 200), ("allow-a@1", 200), ("tiny", 200), ("deny-b", 404), ("deny-b@1", 404)]:
-        assert (await client.post(PATH, json={**chat(), "model": name})).status_code == status, name
-        assert (await client.get(f"/v1/models/{name}")).status_code == status, name
+    assert await names(server, narrow) == ["allow-a"]
+    narrower = await server.http(narrow)
+    for name, status, of_narrow in [
+        ("allow-a", 200, 200), ("allow-a@1", 200, 200), ("tiny", 200, 404), ("deny-b", 404, 404),
+        ("deny-b@1", 404, 404),
+    ]:  # fmt: skip
+        for caller, expected in ((client, status), (narrower, of_narrow)):
+            for path, body in [
+                (PATH, chat()), (PATH, chat(stream=True)), ("/v1/completions", {"prompt": "x"}),
+                ("/v1/completions", {"prompt": "x", "stream": True}), ("/v1/responses", {"input": "x"}),
+                ("/v1/responses", {"input": "x", "stream": True}), ("/tokenize", {"prompt": "x"}),
+            ]:  # fmt: skip
+                answer = await caller.post(path, json={**body, "model": name})
+                assert answer.status_code == expected, (path, name)
+            assert (await caller.get(f"/v1/models/{name}")).status_code == expected, name
     await admin.patch("/admin/v1/tenants/dora", json={"models": []})
     assert await names(server, key) == []
     assert (await client.post(PATH, json=chat())).status_code == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ async def raw(server: Live, *pieces: bytes, pause_s: float = 0.0) -> tuple[int, 
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-type: application/json" in head
+    assert re.search(rb"\r\nx-request-id: req_[0-9a-f]{32}(\r\n|$)", head)
     assert len(body) < 10_000
     return int(head[9:12]), json.loads(body)["error"]
 
@@ -126,11 +128,18 @@ async def test_large_heads(server: Live) -> None:
 
 @pytest.mark.parametrize(
     "noise",
-    [bytes.fromhex("16030100c5010000c10303"), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0\1\2" * 100],
-    ids=["TLS", "HTTP/2", "noise"],
+    [
+        bytes.fromhex("16030100c5010000c10303"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\0\1\2" * 100,
+        b"GET /livez HTTP/1.1\r\nhost: x\r\nx-request-id: a\nb\0c\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nhost: x\r\nx-request-id: a\r\n b\r\n\r\n",
+    ],
+    ids=["TLS", "HTTP/2", "noise", "newline in an id", "folded id"],
 )
 async def test_what_is_no_http(server: Live, noise: bytes) -> None:
-    """HT-10, T3: port scanners get the error object too, and the worker goes on."""
+    """HT-06, HT-10, T3: port scanners, and headers that would smuggle in others, get the error object too, and the
+    worker goes on."""
     status, error = await raw(server, noise)
 
     assert status == 400

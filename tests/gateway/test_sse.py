@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from gateway.sse import EventStream, frame, unless_gone
+from gateway.sse import GONE, EventStream, frame, unless_gone
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
@@ -58,6 +58,44 @@ async def test_the_servers_own_stop_is_told() -> None:
     assert error["type"] == "server_error"
     assert b"[DONE]" not in connection.body
     assert connection.sent[-1]["more_body"] is False
+    assert connection.num_closed == 1
+
+
+async def test_the_servers_own_stop_is_no_client_that_leaves() -> None:
+    """T50: a server that says `http.disconnect` when it begins to stop ends no stream: what our server knows of the
+    connection itself counts, and the stream goes on to its end within the grace."""
+    connection = Connection()
+    may_end, gone = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def frames() -> AsyncIterator[bytes]:
+        yield frame(b"1")
+        await may_end.wait()
+        yield frame(b"2")
+
+    stream = EventStream(frames(), close=connection.close)
+    task = asyncio.create_task(stream({**SCOPE, GONE: gone}, connection.receive, connection.send))
+    await asyncio.sleep(0.02)
+    connection.leave.set()
+    await asyncio.sleep(0.02)
+    may_end.set()
+    await task
+
+    assert connection.body == frame(b"1") + frame(b"2")
+    assert connection.num_closed == 1
+    assert not gone.done()
+
+
+async def test_our_own_sign_of_a_client_that_left() -> None:
+    """T49, T50: the connection's end, as our server knows it, ends the stream."""
+    connection = Connection()
+    gone = asyncio.get_running_loop().create_future()
+    stream = EventStream(endless(), close=connection.close)
+    task = asyncio.create_task(stream({**SCOPE, GONE: gone}, connection.receive, connection.send))
+    await asyncio.sleep(0.02)
+
+    gone.set_result(None)
+    await asyncio.wait_for(task, 5)
+
     assert connection.num_closed == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from engine.protocol import Refused
-from tests.gateway.live import Live, serve
+from tests.gateway.live import ADMIN_KEY, Live, serve
 from tests.gateway.scripted import Script, chat, error_of, stream_of
 from tests.services import RedisServer
 
@@ -75,7 +75,8 @@ async def test_a_wait_is_told_as_it_is(server: Live) -> None:
 
 
 async def test_what_can_never_pass_is_asked_once(server: Live) -> None:
-    """T27, T28: a 429 that waiting can't help, and a 409, say x-should-retry: false, and the SDK obeys."""
+    """T27, T28: a 429 that waiting can't help, and every 409 of administration, say x-should-retry: false, and the SDK
+    obeys: it calls once."""
     key = await server.key("tiny-window")
     admin = await server.http()
     await admin.patch("/admin/v1/tenants/tiny-window", json={"limits": {"tokens_per_minute": 20}})
@@ -87,6 +88,19 @@ async def test_what_can_never_pass_is_asked_once(server: Live) -> None:
     assert refused.value.code == "rate_limit_exceeded"
     assert "retry-after" not in refused.value.response.headers
     assert len(calls) == 1
+    http, calls = await counting(server, ADMIN_KEY)
+    made = await admin.post("/admin/v1/plans", json={"id": "twice"})
+    assert made.status_code == 201
+    await admin.patch("/admin/v1/tenants/tiny-window", json={"plan": "twice"})
+    conflicts: list[tuple[Any, str, dict[str, Any]]] = [
+        (http.post, "/tenants", {"id": "tiny-window"}), (http.post, "/plans", {"id": "twice"}),
+        (http.delete, "/plans/twice", {}), (http.delete, "/admin-keys/settings", {}),
+    ]  # fmt: skip
+    for call, path, body in conflicts:
+        calls.clear()
+        with pytest.raises(openai.ConflictError):
+            await call(f"{server.url}/admin/v1{path}", body=body, cast_to=object)
+        assert len(calls) == 1, path
 
 
 async def test_a_fault_after_the_answer_was_made_is_no_500(
