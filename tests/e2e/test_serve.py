@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import sqlite3
 import stat
 import threading
 import time
@@ -91,7 +93,7 @@ def test_an_unknown_model_names_the_known_ones() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopping_lets_streams_end(tiny_llama: Path, number: signal.Signals) -> None:
-    """SIGTERM or Ctrl-C in the middle of a stream: the stream ends whole, then everything stops, with status 0."""
+    """T50: SIGTERM or Ctrl-C in the middle of a stream: the stream ends whole, then everything stops, with status 0."""
     with ChorusProcess("serve", str(tiny_llama)) as server:
         key = server.wait_ready().make_key("acme")
         children = list(server.children())
@@ -111,6 +113,38 @@ def test_stopping_lets_streams_end(tiny_llama: Path, number: signal.Signals) -> 
         assert server.wait_end() == 0
         assert server.lines[-1] == "stopped"
         assert not [pid for pid in children if is_running(pid)]
+
+
+@pytest.mark.parametrize("api", ["completions", "responses"])
+def test_a_stream_longer_than_the_grace(tiny_llama: Path, api: str) -> None:
+    """T50: when the time to drain is over, a stream that still runs ends with an error event, not as if it were whole
+    and not with a broken connection; what was made until then is in the ledger, once."""
+    with ChorusProcess("serve", str(tiny_llama), CHORUS_DRAIN_S="0.2") as server:
+        key = server.wait_ready().make_key("acme")
+        body: dict[str, object] = {"model": "tiny-llama", "stream": True, "ignore_eos": True}
+        body |= {"prompt": [5], "max_tokens": 2040} if api == "completions" else {"input": "x"}
+        seen: list[str] = []
+        with httpx.stream(
+            "POST", f"{server.url}/v1/{api}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60
+        ) as answer:
+            for line in answer.iter_lines():
+                seen += [line] if line else []
+                if len(seen) == 12:
+                    server.process.send_signal(signal.SIGTERM)
+
+        assert server.wait_end() == 0
+        assert "data: [DONE]" not in seen
+        last = json.loads(seen[-1].removeprefix("data: "))
+        if api == "responses":
+            assert last["type"] == "response.failed"
+            assert last["response"]["error"]["code"] == "server_error"
+        else:
+            assert last["error"]["code"] == "service_unavailable"
+        with contextlib.closing(sqlite3.connect(server.data_dir / "chorus.db")) as database:
+            rows = list(database.execute("SELECT status, completion_tokens FROM usage_entries"))
+        num_heard = sum('"text":"' in line or '"delta":"' in line for line in seen)
+        assert [status for status, _ in rows] == ["cancelled"]
+        assert num_heard <= rows[0][1] < 2040
 
 
 @pytest.mark.parametrize("step", ["database is at", "memory on"])

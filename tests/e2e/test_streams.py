@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,130 @@ async def test_a_seed_holds_in_any_company(serving: ChorusProcess, voiced: tuple
             other = (await ask(model, seed=43)).choices[0].text
             assert len(set(texts)) == 1
             assert other != texts[0]
+
+
+async def test_choices_of_one_seed_differ(serving: ChorusProcess, voiced: tuple[str, Path]) -> None:
+    """T40: with n, each choice has draws of its own, and the same ones again when the call is repeated, streamed, or
+    asks for more choices; the fingerprint tells base and adapter apart."""
+    key, _ = voiced
+    chat: Any = [{"role": "user", "content": "hello"}]
+    options: dict[str, Any] = {"seed": 11, "temperature": 1.0, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    async with caller(serving, key) as client:
+        fingerprints = set()
+        for model in (BASE, "voice"):
+            three = await client.chat.completions.create(model=model, messages=chat, n=3, **options)
+            texts = [choice.message.content for choice in three.choices]
+            assert len(set(texts)) == 3
+            two = await client.chat.completions.create(model=model, messages=chat, n=2, **options)
+            assert [choice.message.content for choice in two.choices] == texts[:2]
+            streamed = ["", "", ""]
+            async for chunk in await client.chat.completions.create(
+                model=model, messages=chat, n=3, stream=True, **options
+            ):
+                streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+            assert streamed == texts
+            assert three.system_fingerprint == two.system_fingerprint
+            fingerprints.add(three.system_fingerprint)
+    assert len(fingerprints) == 2
+
+
+async def test_logprobs_in_any_company(serving: ChorusProcess, voiced: tuple[str, Path]) -> None:
+    """SM-12: streams with five alternatives, with none, and without logprobs, at the same time: each token has its own
+    alternatives, the chosen one first where it is greedy, and all are what they are alone and in a plain answer."""
+    key, _ = voiced
+    chat: Any = [{"role": "user", "content": "the quick brown fox 🦊"}]
+    wanted: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 5}, {"logprobs": True}, {}]
+    async with caller(serving, key) as client:
+
+        async def hear_one(options: dict[str, Any]) -> tuple[str, list[Any]]:
+            stream = await client.chat.completions.create(
+                model="voice", messages=chat, temperature=0, max_tokens=40, stream=True, stop=["never to be said"],
+                extra_body={"ignore_eos": True}, **options,
+            )  # fmt: skip
+            text, entries = "", []
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if chunk.choices[0].logprobs:
+                    entries += chunk.choices[0].logprobs.content or []
+            return text, entries
+
+        alone = [await hear_one(options) for options in wanted]
+        together = await asyncio.gather(*(hear_one(options) for options in wanted * 2))
+        plain = await client.chat.completions.create(
+            model="voice", messages=chat, temperature=0, max_tokens=40, extra_body={"ignore_eos": True}, **wanted[0]
+        )
+
+    assert len({text for text, _ in (*alone, *together)}) == 1
+    (_, five), (_, none), (_, without) = alone
+    assert plain.choices[0].logprobs is not None
+    told = plain.choices[0].logprobs.content or []
+    assert [(entry.token, entry.bytes) for entry in five] == [(entry.token, entry.bytes) for entry in told]
+    assert [entry.top_logprobs for entry in none] == [[]] * len(five)
+    assert without == []
+    for entry in five:
+        assert len(entry.top_logprobs) == 5
+        assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
+    assert len({tuple(top.token for top in entry.top_logprobs) for entry in five}) > 5
+    for found, expected in zip(together, alone * 2, strict=True):
+        assert [entry.token for entry in found[1]] == [entry.token for entry in expected[1]]
+        assert [entry.logprob for entry in found[1]] == pytest.approx(
+            [entry.logprob for entry in expected[1]], abs=1e-4
+        )
+
+
+# ---- keys and limits of two workers
+
+
+async def ask_often(serving: ChorusProcess, key: str, count: int) -> list[int]:
+    """Statuses of so many requests at once, each on a connection of its own: they are spread over both workers."""
+
+    async def ask() -> int:
+        async with httpx.AsyncClient(timeout=60) as http:
+            body = BODY | {"max_tokens": 1}
+            headers = {"authorization": f"Bearer {key}"}
+            return (await http.post(f"{serving.url}/v1/completions", json=body, headers=headers)).status_code
+
+    return await asyncio.gather(*(ask() for _ in range(count)))
+
+
+async def test_what_changes_acts_on_every_worker(serving: ChorusProcess, tenant: str) -> None:
+    """QB-04: a key that both workers know, revoked, suspended, limited, rotated: at the very next requests, on all
+    connections at once; a new key works at once, also where it was asked for before."""
+    path = f"tenants/{tenant}"
+    key = await asyncio.to_thread(serving.make_key, tenant)
+
+    async def after(status: int, method: str, where: str, **body: Any) -> dict[str, Any]:
+        answer = await asyncio.to_thread(serving.admin, method, where, **({"json": body} if body else {}))
+        assert answer.is_success, answer.text
+        assert set(await ask_often(serving, key, 12)) == {status}, (where, body)
+        return dict(answer.json())
+
+    assert set(await ask_often(serving, key, 12)) == {200}
+    await after(401, "PATCH", path, suspended=True)
+    await after(200, "PATCH", path, suspended=False)
+    await after(404, "PATCH", path, models=["other"])
+    await after(200, "PATCH", path, models=None)
+    await after(429, "PATCH", path, limits={"concurrency": 0})
+    await after(200, "PATCH", path, limits={"concurrency": None})
+    (row,) = (await asyncio.to_thread(serving.admin, "GET", f"{path}/keys")).json()["data"]
+    await after(403, "PATCH", f"{path}/keys/{row['id']}", scopes=["adapters:write"])
+    await after(200, "PATCH", f"{path}/keys/{row['id']}", scopes=["inference"])
+    made = await after(401, "POST", f"{path}/keys/{row['id']}/rotate", overlap_s=0)
+    assert set(await ask_often(serving, made["key"], 12)) == {200}
+    await asyncio.to_thread(serving.admin, "DELETE", f"{path}/keys/{made['id']}")
+    assert set(await ask_often(serving, made["key"], 12)) == {401}
+
+
+async def test_limits_are_those_of_all_workers(serving: ChorusProcess, tenant: str) -> None:
+    """QB-08: 100 requests at once over two workers under 20 per minute: 20 pass, and what flowed back meanwhile."""
+    key = await asyncio.to_thread(serving.make_key, tenant)
+    await asyncio.to_thread(serving.admin, "PATCH", f"tenants/{tenant}", json={"limits": {"requests_per_minute": 20}})
+    started = time.monotonic()
+
+    statuses = await ask_often(serving, key, 100)
+
+    assert set(statuses) == {200, 429}
+    assert 20 <= statuses.count(200) <= 20 + (time.monotonic() - started) / 3
 
 
 # ---- bodies

@@ -52,8 +52,8 @@ async def swap_under_load(
 
 
 async def test_hot_swap(serving: ChorusProcess, oracle: Oracle, tenant: str, tiny_llama: Path, tmp_path: Path) -> None:
-    """Issue "Proof", hot swap: 8 streams on version 1 while version 2 comes: they finish as version 1, new calls answer
-    as version 2, no error, no gap above max(1 s, 10 x the median)."""
+    """T52: 8 streams on version 1 while version 2 comes: they finish as version 1, new calls answer as version 2, no
+    error, no gap above max(1 s, 10 x the median)."""
     versions = tuple(tiny_adapter(tmp_path / f"v{i}", tiny_llama, seed=40 + i, rank=4 * i) for i in (1, 2))
 
     await swap_under_load(serving, oracle, tenant, (versions[0], versions[1]), 1500)
@@ -75,9 +75,9 @@ async def test_hot_swap_on_a_real_model(demo_model: Path, tenant: str) -> None:
 async def test_back_and_forth(
     serving: ChorusProcess, oracle: Oracle, tenant: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """PC-01 through the gateway: a prompt of 200 tokens that is warm on version 1 finds nothing cached on version 2,
-    nor after deletion and a new upload of other weights; back on version 1 only its own may be used; every text is that
-    of the current version."""
+    """T52, PC-01 through the gateway: a prompt of 200 tokens that is warm on version 1 finds nothing cached on version
+    2, nor after deletion and a new upload of other weights; back on version 1 only its own may be used; every text is
+    that of the current version."""
     paths = [tiny_adapter(tmp_path / f"v{i}", tiny_llama, seed=60 + i) for i in range(3)]
     prompt = prompt_of(200, 5)
     key = serving.make_key(tenant)
