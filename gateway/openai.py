@@ -65,7 +65,7 @@ async def chat_completions(request: Request, principal: Principal = Tenant) -> R
 
 
 @router.api_route("/v1/chat/completions", methods=["GET"], include_in_schema=False)
-@router.api_route(f"{STORED}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+@router.api_route(STORED, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 @router.api_route(f"{STORED}/messages", methods=["GET"], include_in_schema=False)
 async def stored_chat_completions(_: Principal = Tenant) -> Response:
     raise ApiError(400, "Chat completions are not stored here.", code="unsupported_value", param="store")

@@ -39,6 +39,35 @@ async def test_plain_and_stream_say_the_same(server: Live) -> None:
     assert plain.usage.total_tokens == plain.usage.prompt_tokens + plain.usage.completion_tokens
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+async def test_text_is_the_same_everywhere(server: Live, path: str, size: int) -> None:
+    """T41, T42: on every endpoint no piece of a stream has half a character or a part of the stop, and together they
+    are the plain answer, which ends right before the stop."""
+    Script([f"{UNICODE} 漢END字"], size=size).install(server)
+    client = await server.http(await server.key("acme"))
+    prompt = {PATH: chat(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}[path]
+    body = {"model": "tiny", **prompt, "stop": ["漢END", "never"]}
+    body |= {"max_output_tokens": 200} if path == "/v1/responses" else {"max_tokens": 200}
+
+    plain = (await client.post(path, json=body)).json()
+    answer = await client.post(path, json=body | {"stream": True})
+
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line) for line in lines]
+    if path == "/v1/responses":
+        pieces = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        whole = plain["output"][0]["content"][0]["text"]
+    else:
+        choices = [event["choices"][0] for event in events]
+        pieces = [choice["delta"].get("content", "") if path == PATH else choice["text"] for choice in choices]
+        choice = plain["choices"][0]
+        whole = choice["message"]["content"] if path == PATH else choice["text"]
+    assert whole == "".join(pieces) == f"{UNICODE} "
+    assert len([piece for piece in pieces if piece]) > 5
+    assert "\ufffd" not in answer.text
+
+
 async def test_the_clients_accumulator_works(server: Live) -> None:
     """T14, T17, T18, T22: the SDK's own `.stream()` accumulates n=3 choices, roles once, usage last."""
     Script(["one", "two words", "three"]).install(server)

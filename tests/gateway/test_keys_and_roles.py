@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,26 @@ async def test_roles(server: Live) -> None:
         assert (await client.post(PATH, json=chat())).status_code == 403
     updates = [entry for entry in await server.audit() if (entry.target, entry.action) == ("roles", "tenant.update")]
     assert [entry.actor for entry in updates] == ["admin:the operator", "admin:the admin"]
+
+
+async def test_a_viewer_changes_nothing(server: Live) -> None:
+    """AU-02: every route of administration that is no GET is 403 for a viewer, whatever it is asked, before anything is
+    looked up; every GET is open to it, but for admin keys."""
+    viewer, admin = await admin_key(server, "viewer"), await server.http()
+    document = (await admin.get("/openapi.json")).json()
+    before = [(await admin.get(f"{ADMIN}/{what}")).json() for what in ("tenants", "plans", "admin-keys", "adapters")]
+
+    tried = 0
+    for path, methods in document["paths"].items():
+        for method in methods if path.startswith("/admin/") else ():
+            answer = await viewer.request(method, re.sub(r"{[^}]*}", "x", path), json={} if method != "get" else None)
+            is_closed = method != "get" or "admin-keys" in path
+            assert (answer.status_code == 403) == is_closed, (method, path, answer.text)
+            tried += 1
+
+    assert tried > 50
+    after = [(await admin.get(f"{ADMIN}/{what}")).json() for what in ("tenants", "plans", "admin-keys", "adapters")]
+    assert after == before
 
 
 async def test_no_key_makes_a_key_with_more_rights(server: Live) -> None:

@@ -210,6 +210,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3}, "temperature", "invalid_value"),
     ({"top_k": -2}, "top_k", "invalid_value"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {" 5": 1}}, "logit_bias", "invalid_value"),
     ({"truncation": "maybe"}, "truncation", "invalid_value"),
     ({"metadata": {"k": 1}}, "metadata.k", "invalid_value"),
     ({"previous_response_id": "resp_x", "conversation": "conv_x"}, "previous_response_id", "invalid_value"),

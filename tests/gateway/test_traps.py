@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from engine.protocol import Refused
+from gateway import exchange
 from tests.gateway.live import ADMIN_KEY, Live, serve
 from tests.gateway.scripted import Script, chat, error_of, stream_of
 from tests.services import RedisServer
@@ -130,6 +131,47 @@ async def test_a_fault_after_the_answer_was_made_is_no_500(
                 break
             await asyncio.sleep(0.05)
         assert (rows[0]["num_requests"], rows[0]["total_tokens"]) == (1, answer.usage.total_tokens)
+
+
+async def test_a_response_that_could_not_be_stored(
+    tiny_llama: Path, tmp_path: Path, sqlite_url: str, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T29: the store stays away while a response was made, which the client could not continue: 503 that no SDK tries
+    again by itself, for it would be billed again; a stream ends with response.failed. Each is billed once."""
+    monkeypatch.setattr(exchange, "KEEP_S", 0.5)
+    async with serve(tiny_llama, tmp_path / "data", sqlite_url, own_redis.url) as live:
+        client, calls = await counting(live, await live.key("acme"))
+        for stream in (False, True):
+            gate = asyncio.Event()
+            script = Script(["a b c"], gate=gate).install(live)
+            calls.clear()
+            asked: Any = client.responses.create(model="tiny", input="hi", stream=stream)  # type: ignore[call-overload]
+            task = asyncio.ensure_future(asked)
+            await script.started.wait()
+            events = await task if stream else None
+            own_redis.signal(signal.SIGSTOP)
+            gate.set()
+            if events is None:
+                with pytest.raises(openai.InternalServerError) as lost:
+                    await task
+                assert (lost.value.status_code, lost.value.code) == (503, "response_not_stored")
+                assert lost.value.response.headers["x-should-retry"] == "false"
+            else:
+                last = [event async for event in events][-1]
+                assert (last.type, last.response.status) == ("response.failed", "failed")
+                assert last.response.output_text == "a b c"
+            own_redis.signal(signal.SIGCONT)
+            assert calls == ["/v1/responses"]
+            live.reset()
+        admin = await live.http()
+        rows: list[dict[str, Any]] = []
+        for _ in range(400):
+            answer = await admin.get("/admin/v1/usage/entries?tenant=acme")
+            rows = answer.json()["data"] if answer.status_code == 200 else []
+            if len(rows) == 2:
+                break
+            await asyncio.sleep(0.05)
+        assert [row["completion_tokens"] for row in rows] == [len(live.tokenizer.encode("a b c")) + 1] * 2
 
 
 async def test_cut_answers_say_so(server: Live) -> None:
