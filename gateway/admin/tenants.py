@@ -47,6 +47,10 @@ Models = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Fi
 
 ModelNames = Annotated[dict[str, str], Field(max_length=MAX_MODEL_LIMITS)]
 
+ERASED = ("keys", "adapters", "responses", "conversations", "idempotent_answers", "kv_blocks")
+KEPT = ("usage", "audit")
+"""What becomes of a tenant's data when it is deleted (docs/data.md)."""
+
 
 class NewTenant(Body):
     """Only `id` is required."""
@@ -129,7 +133,8 @@ async def change_tenant(request: Request, tenant: TenantId) -> dict[str, Any]:
 
 @router.delete("/{tenant}")
 async def delete_tenant(request: Request, tenant: TenantId) -> JSONResponse:
-    """Its keys end with it, its adapters, responses and conversations; the usage ledger and the audit log stay."""
+    """Its keys end with it, its adapters, responses and conversations; the usage ledger and the audit log stay. The
+    answer states both."""
     state = state_of(request)
     try:
         await state.directory.delete(tenant, actor_of(request))
@@ -137,7 +142,7 @@ async def delete_tenant(request: Request, tenant: TenantId) -> JSONResponse:
         await _erase(request, tenant)
         raise
     digests = await _erase(request, tenant)
-    body = {"object": "tenant.deleted", "id": tenant, "deleted": True}
+    body = {"object": "tenant.deleted", "id": tenant, "deleted": True, "erased": ERASED, "kept": KEPT}
     return JSONResponse(body, background=BackgroundTask(evict, state, digests))
 
 

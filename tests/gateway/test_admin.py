@@ -50,7 +50,11 @@ async def test_life_of_a_tenant(admin: httpx.AsyncClient) -> None:
     assert (await admin.get(f"{TENANTS}/acme")).json() == changed.json()
 
     gone = await admin.delete(f"{TENANTS}/acme")
-    assert gone.json() == {"object": "tenant.deleted", "id": "acme", "deleted": True}
+    assert gone.json() == {
+        "object": "tenant.deleted", "id": "acme", "deleted": True,
+        "erased": ["keys", "adapters", "responses", "conversations", "idempotent_answers", "kv_blocks"],
+        "kept": ["usage", "audit"],
+    }  # fmt: skip
     for answer in (
         await admin.get(f"{TENANTS}/acme"),
         await admin.patch(f"{TENANTS}/acme", json={"weight": 1}),
