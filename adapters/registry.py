@@ -211,7 +211,8 @@ class AdapterRegistry:
             await session.execute(
                 delete(ActivationRow).where(ActivationRow.adapter_id == row.id, ActivationRow.version == version)
             )
-            audit.append(session, actor, Act("adapter.delete_version", tenant_id, f"{name}@{version}"))
+            was = {"version": version, "digest": digest}
+            audit.append(session, actor, Act("adapter.delete_version", tenant_id, f"{name}@{version}", was))
             return await _unused(session, {digest})
 
     async def retire_all(self, tenant_id: str, actor: Actor) -> list[str]:

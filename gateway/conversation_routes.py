@@ -11,13 +11,13 @@ from starlette.requests import Request
 from gateway.auth import requires, state_of
 from gateway.bodies import body_as, ignored_of
 from gateway.conversations import Conversation, Conversations
-from gateway.item_lists import After, Limit, Order, item_list
+from gateway.item_lists import After, Limit, Order, item_list, refuse_unserved
 from gateway.items import parse_items
 from gateway.openai import body_of
 from gateway.response_request import Metadata
 from tenants.keys import Principal
 
-router = APIRouter(prefix="/v1/conversations", tags=["conversations"])
+router = APIRouter(prefix="/v1/conversations", tags=["conversations"], dependencies=[Depends(refuse_unserved)])
 TENANT: Any = Depends(requires("inference"))
 MAX_ITEMS = 20
 

@@ -22,9 +22,9 @@ local pins = redis.call('HGETALL', KEYS[1])
 for i = 1, #pins, 2 do
   if pins[i] ~= ARGV[1] then sum = sum + tonumber(pins[i + 1]) end
 end
-if sum > tonumber(ARGV[3]) then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return 1
+if sum > tonumber(ARGV[3]) then return 'full' end
+if redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) == 1 then return 'new' end
+return 'known'
 """
 
 
@@ -42,14 +42,17 @@ class Pins(Periodic):
         self._replicas = replicas
         self._add = redis.register_script(_ADD)
 
-    async def add(self, adapter: Adapter) -> None:
-        """Pins its current version, and whatever version will be current. Raises PinsFull or Unavailable."""
+    async def add(self, adapter: Adapter) -> bool:
+        """Pins its current version, and whatever version will be current. False: it was pinned. Raises PinsFull or
+        Unavailable."""
         ready = self._replicas.ready()
         size = adapter.version().ref.size_bytes * (2 if ready.dtype == "float32" else 1)
         field = _field(adapter.tenant_id, adapter.name)
-        if not await self._add(keys=[KEY], args=[field, size, ready.pin_memory_bytes]):
+        found = await self._add(keys=[KEY], args=[field, size, ready.pin_memory_bytes])
+        if found == "full":
             raise PinsFull
         await self.sync()
+        return bool(found == "new")
 
     async def remove(self, tenant_id: str, name: str) -> bool:
         """False: it was not pinned."""

@@ -19,7 +19,7 @@ from gateway.conversations import NotStored
 from gateway.errors import ApiError, bad_request, to_api_error
 from gateway.exchange import Dress, Exchange
 from gateway.inference import Inference, Renew
-from gateway.item_lists import After, Limit, Order, item_list
+from gateway.item_lists import After, Limit, Order, item_list, refuse_unserved
 from gateway.logprobs import Names, chat_logprobs
 from gateway.openai import body_of
 from gateway.prompts import Chat
@@ -28,7 +28,7 @@ from gateway.response_request import CountedInput, NewResponse, response_object
 from gateway.sse import EventStream, unless_gone
 from tenants.keys import Principal
 
-router = APIRouter(prefix="/v1/responses", tags=["responses"])
+router = APIRouter(prefix="/v1/responses", tags=["responses"], dependencies=[Depends(refuse_unserved)])
 TENANT: Any = Depends(requires("inference"))
 
 

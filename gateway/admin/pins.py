@@ -21,25 +21,27 @@ async def pin_adapter(request: Request, owner: Owner, name: str) -> dict[str, An
     state = state_of(request)
     adapter = await state.registry.get(owner, name)
     try:
-        await state.pins.add(adapter)
+        is_new = await state.pins.add(adapter)
     except PinsFull:
         limit = state.replicas.ready().pin_memory_bytes
         message = f"Pinned adapters may take {limit} bytes, so that the largest allowed one can still be loaded."
         raise ApiError(409, message, code="pins_exhausted", headers={"x-should-retry": "false"}) from None
-    return await _done(request, owner, name, "adapter.pin", is_pinned=True)
+    return await _done(request, owner, name, was_pinned=not is_new, is_pinned=True)
 
 
 async def unpin_adapter(request: Request, owner: Owner, name: str) -> dict[str, Any]:
     """Lets it go when its place is needed. One that is not pinned stays so."""
     state = state_of(request)
     await state.registry.get(owner, name)
-    await state.pins.remove(owner, name)
-    return await _done(request, owner, name, "adapter.unpin", is_pinned=False)
+    was_pinned = await state.pins.remove(owner, name)
+    return await _done(request, owner, name, was_pinned=was_pinned, is_pinned=False)
 
 
-async def _done(request: Request, owner: str, name: str, action: str, is_pinned: bool) -> dict[str, Any]:
+async def _done(request: Request, owner: str, name: str, was_pinned: bool, is_pinned: bool) -> dict[str, Any]:
+    action = "adapter.pin" if is_pinned else "adapter.unpin"
+    act = Act(action, owner, name, {"pinned": was_pinned}, {"pinned": is_pinned})
     async with state_of(request).database.begin() as session:
-        audit.append(session, actor_of(request), Act(action, owner, name))
+        audit.append(session, actor_of(request), act)
     return {"object": "adapter.pin", "id": name, "tenant": owner or None, "pinned": is_pinned}
 
 

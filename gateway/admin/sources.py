@@ -8,11 +8,13 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
 from adapters.source_book import Key, Outcome, SourceBook, source_id
-from gateway.admin.bodies import Limit, page, unix
+from gateway.admin.bodies import Limit, actor_of, page, unix
 from gateway.auth import requires, state_of
 from gateway.errors import not_found
 from gateway.sources import ask_for_look, last_look
 from gateway.state import State
+from tenants import audit
+from tenants.audit import Act
 
 router = APIRouter(prefix="/admin/v1/sources", tags=["sources"], dependencies=[Depends(requires("admin"))])
 AfterKey = Annotated[
@@ -47,6 +49,10 @@ async def sync(request: Request, source: str) -> dict[str, Any]:
     state = state_of(request)
     place = _place(state, source)
     asked = await ask_for_look(state.redis, place)
+    async with state.database.begin() as session:
+        audit.append(
+            session, actor_of(request), Act("source.sync", target=source, after={"place": place, "asked": asked})
+        )
     return await _source(state, place) | {"asked": asked}
 
 

@@ -346,14 +346,26 @@ async def test_unknown_models_are_404(live: Live, client: AsyncOpenAI) -> None:
 
 
 async def test_background_features_are_refused(live: Live, client: AsyncOpenAI) -> None:
-    """Cancel, resuming streams and compaction belong to features we lack: 400, never 200 without effect."""
+    """Cancel, resuming streams, compaction and includes of tools belong to features we lack: 400, never 200 without
+    effect."""
     made = await client.responses.create(model="tiny", input="hi")
     http = await live.http(await live.key("acme"))
 
     with pytest.raises(openai.BadRequestError):
         await client.responses.cancel(made.id)
+    talk = await client.conversations.create()
+    for call in (
+        lambda: client.responses.retrieve(made.id, include=["file_search_call.results"]),
+        lambda: client.responses.input_items.list(made.id, include=["file_search_call.results"]),
+        lambda: client.conversations.items.list(talk.id, include=["file_search_call.results"]),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await call()  # type: ignore[no-untyped-call]
+        assert caught.value.param == "include"
+    assert await client.responses.retrieve(made.id, include=["message.output_text.logprobs"]) == made
     for answer in (
         await http.get(f"/v1/responses/{made.id}", params={"stream": "true"}),
+        await http.get(f"/v1/responses/{made.id}", params={"starting_after": "3"}),
         await http.post("/v1/responses/compact", json={"model": "tiny"}),
     ):
         assert answer.status_code == 400

@@ -7,13 +7,20 @@ import csv
 import io
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 
-from tests.gateway.live import Live
+from adapters.source_book import source_id
+from gateway.app import ROUTERS
+from tests.gateway.live import Live, serve
 from tests.gateway.scripted import chat, error_of
+from tests.gateway.test_adapters_api import adapters, parts
+
+__all__ = ["adapters"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH, ADMIN = "/v1/chat/completions", "/admin/v1"
@@ -159,6 +166,85 @@ async def test_audit_filters(server: Live) -> None:
     assert first["data"] + rest["data"] == everything
     tenant_key = await server.http(await server.key("audited"))
     assert (await tenant_key.get(f"{ADMIN}/audit")).status_code == 403
+
+
+async def test_every_act_leaves_its_entry(
+    tiny_llama: Path, tmp_path: Path, sqlite_url: str, redis_url: str, adapters: list[Any]
+) -> None:
+    """Every route of administration that changes anything, done once: one entry each, with who, what, of whom, what it
+    was or became, and the very request; and the same of a tenant that sees to its adapters itself."""
+    source = tmp_path / "source"
+    source.mkdir()
+    watched = {"adapter_sources": (str(source),), "source_every_s": 3600}
+    async with serve(tiny_llama, tmp_path / "data", sqlite_url, redis_url, **watched) as live:
+        admin, done = await live.http(), set[tuple[str, str]]()
+
+        async def act(method: str, route: str, sent: Any = None, client: httpx.AsyncClient = admin, **at: Any) -> Any:
+            content = {"files": sent} if "weights" in (sent or ()) else {"json": sent}
+            answer = await client.request(method, route.format(tenant="acme", plan="gold", name="a", **at), **content)
+            assert answer.is_success, (method, route, answer.text)
+            done.add((method, route))
+            (entry,) = (await admin.get(f"{ADMIN}/audit?request_id={answer.headers['x-request-id']}")).json()["data"]
+            assert entry["actor"] == "admin" if client is admin else entry["actor"].startswith("key:")
+            assert entry["action"]
+            assert entry["target"]
+            assert entry["before"] or entry["after"], entry
+            return answer.json()
+
+        tenant, plan, keys = (
+            f"{ADMIN}/tenants/{{tenant}}",
+            f"{ADMIN}/plans/{{plan}}",
+            f"{ADMIN}/tenants/{{tenant}}/keys",
+        )
+        await act("POST", f"{ADMIN}/tenants", {"id": "acme"})
+        await act("PATCH", tenant, {"weight": 2})
+        await act("POST", f"{ADMIN}/plans", {"id": "gold"})
+        await act("PUT", plan, {"limits": {"concurrency": 1}})
+        await act("DELETE", plan)
+        made = await act("POST", keys, {"name": "k", "scopes": ["inference", "adapters:write"]})
+        await act("POST", f"{keys}/import", {"name": "old", "sha256": "0" * 64, "hint": "x"})
+        await act("PATCH", f"{keys}/{{key_id}}", {"name": "l"}, key_id=made["id"])
+        await act("POST", f"{keys}/{{key_id}}/rotate", {}, key_id=made["id"])
+        own = await live.http(made["key"])
+        assert (await own.post(PATH, json=chat())).status_code == 200
+        ann = await act("POST", f"{ADMIN}/admin-keys", {"name": "Ann", "role": "admin"})
+        await (await live.http(ann["key"])).delete(f"{ADMIN}/admin-keys/settings")
+        restored = await (await live.http(ann["key"])).post(f"{ADMIN}/admin-keys/settings/restore")
+        (entry,) = (await admin.get(f"{ADMIN}/audit?request_id={restored.headers['x-request-id']}")).json()["data"]
+        assert (entry["actor"], restored.status_code) == ("admin:Ann", 200)
+        done.add(("POST", f"{ADMIN}/admin-keys/settings/restore"))
+        await act("DELETE", f"{ADMIN}/admin-keys/{{key_id}}", key_id=ann["id"])
+        for client, where in ((admin, f"{tenant}/adapters"), (admin, f"{ADMIN}/adapters"), (own, "/v1/adapters")):
+            one = f"{where}/{{name}}"
+            first = (await act("POST", where, parts(adapters[0], "a"), client))["version"]
+            second = (await act("PUT", one, parts(adapters[1]), client))["version"]
+            await act("PUT", f"{one}/probes", {"probes": []}, client)
+            await act("POST", f"{one}/rollback", {}, client)
+            await act("POST", f"{one}/activate", {"version": second}, client)
+            await act("PUT", f"{one}/aliases/{{alias}}", {"version": first}, client, alias="stable")
+            await act("DELETE", f"{one}/aliases/{{alias}}", None, client, alias="stable")
+            await act("DELETE", f"{one}/versions/{{version}}", None, client, version=first)
+            if client is admin:
+                await act("POST", f"{one}/pin")
+                await act("DELETE", f"{one}/pin")
+            await act("DELETE", one, None, client)
+        await act("POST", f"{ADMIN}/sources/{{source}}/sync", source=source_id(str(source)))
+        rows: list[Any] = []
+        for _ in range(200):
+            rows = (await admin.get(f"{ADMIN}/usage/entries?tenant=acme")).json()["data"]
+            if rows:
+                break
+            await asyncio.sleep(0.05)
+        await act("POST", f"{ADMIN}/usage/corrections", {"attempt": rows[0]["id"], "prompt_tokens": -1, "reason": "x"})
+        await act("DELETE", f"{keys}/{{key_id}}", key_id=made["id"])
+        await act("DELETE", tenant)
+
+    changing = {
+        (method, route.path) for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)
+        for method in (route.methods or set()) - {"GET", "HEAD"}
+        if route.path.startswith("/admin/") or route.path.startswith("/v1/adapters")
+    }  # fmt: skip
+    assert done == changing
 
 
 @pytest.mark.parametrize(
