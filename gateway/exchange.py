@@ -118,8 +118,11 @@ class Exchange:
 
 
 async def _truncated(said: list[dict[str, str]], fits: Callable[[int], Awaitable[bool]]) -> list[dict[str, str]]:
-    """The longest tail that fits and does not begin with an answer: bisection, since shorter tails fit too."""
-    starts = [i for i, message in enumerate(said) if message["role"] != "assistant"] or [0]
+    """All of it if it fits, else the longest tail that does and does not begin with an answer: bisection, since shorter
+    tails fit too."""
+    if await fits(0):
+        return said
+    starts = [i for i, message in enumerate(said) if i and message["role"] != "assistant"] or [0]
     low, high = 0, len(starts) - 1
     while low < high:
         middle = (low + high) // 2

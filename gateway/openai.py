@@ -189,7 +189,7 @@ async def tokenize(request: Request, principal: Principal = Tenant) -> dict[str,
     dressed, _ = await _dressed(request, principal, body.model, [prompt])
     (found,) = dressed.prompts
     assert isinstance(found, (Chat, Text))
-    ids = await state.inference.encoder.ids(found)
+    ids = await state.inference.encoder.ids(found, "prompt" if body.messages is None else "messages")
     names = Names(dressed.tokenizer or state.tokenizer)
     return {
         "count": len(ids), "max_model_len": state.inference.models.max_model_len, "tokens": ids,

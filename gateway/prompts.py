@@ -108,7 +108,7 @@ class PromptEncoder:
         else:
             if truncation is None:
                 _check_size(prompt, param, ready, self._tokenizer(prompt))
-            ids = await self.ids(prompt)
+            ids = await self.ids(prompt, param)
         if truncation is not None:
             ids = truncation(ids, ready)
         if not ids:
@@ -119,12 +119,15 @@ class PromptEncoder:
             raise too_long(ready.max_model_len, f"{len(ids)} tokens in the prompt", param)
         return ids
 
-    async def ids(self, prompt: Chat | Text) -> list[int]:
-        """Whatever its length. Raises PromptError or Refused."""
+    async def ids(self, prompt: Chat | Text, param: str) -> list[int]:
+        """Whatever its length. Raises PromptError about `param`, or Refused."""
         tokenizer = self._tokenizer(prompt)
-        if isinstance(prompt, Chat) and prompt.render is not None:
-            return await self._run(self._renderers, lambda: _ids(prompt, tokenizer))
-        return await self.offload(prompt.num_chars, lambda: _ids(prompt, tokenizer))
+        try:
+            if isinstance(prompt, Chat) and prompt.render is not None:
+                return await self._run(self._renderers, lambda: _ids(prompt, tokenizer))
+            return await self.offload(prompt.num_chars, lambda: _ids(prompt, tokenizer))
+        except PromptError as error:
+            raise PromptError(error.message, param) from error
 
     def _tokenizer(self, prompt: Chat | Text) -> Tokenizer:
         return prompt.tokenizer or self.tokenizer

@@ -162,7 +162,7 @@ async def count_input_tokens(request: Request, principal: Principal = TENANT) ->
         ask = Ask(model=body.model, prompts=[], params=SamplingParams(), conversation=exchange.conversation)
         dress = _dressing(state.inference, principal, ask, renewal(request)) if body.model else _as_it_is
         messages = await exchange.messages(state.inference.encoder, state.replicas.ready(), dress)
-        ids = await state.inference.encoder.ids(await dress(Chat(messages=messages)))
+        ids = await state.inference.encoder.ids(await dress(Chat(messages=messages)), "input")
     finally:
         await exchange.close()
     return {"object": "response.input_tokens", "input_tokens": len(ids)}

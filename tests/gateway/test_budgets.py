@@ -118,8 +118,10 @@ async def test_every_limit_in_every_scope(
     assert not server.engine.requests
 
 
-async def test_soft_and_shadow_let_through(server: Live) -> None:
-    """A soft budget and a limit in shadow mode refuse nothing, leave no headers, and are counted for the operator."""
+async def test_soft_and_shadow_let_through(server: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """A soft budget and a limit in shadow mode refuse nothing, leave no headers, and are logged and counted for the
+    operator."""
+    caplog.set_level("INFO", "tenants.quotas")
     admin = await server.http()
     key = await server.key("lenient")
     limits: dict[str, Any] = {"requests_per_minute": 1, "tokens_per_day": 1}
@@ -132,6 +134,9 @@ async def test_soft_and_shadow_let_through(server: Live) -> None:
         assert answer.status_code == 200
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
 
+    told = [record.message for record in caplog.records if "tenant lenient" in record.message]
+    assert sum("above the shadow limit" in message for message in told) == 2
+    assert sum("above the soft limit" in message for message in told) == 3
     lines = await scrape(server, "chorus_limits_let_through_total")
     assert 'chorus_limits_let_through_total{limit="tokens_per_day",mode="soft",scope="tenant"} 3.0' in lines
     assert 'chorus_limits_let_through_total{limit="requests_per_minute",mode="shadow",scope="tenant"} 2.0' in lines

@@ -115,6 +115,38 @@ async def test_its_own_template(live: Live, admin: httpx.AsyncClient, adapters: 
     assert live.prompts()[-1] == "hello"
 
 
+PICKY = """\
+{% for m in messages %}{% if m.role == "system" %}{{ raise_exception("System role not supported") }}{% endif %}
+{% if (m.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("Roles must alternate") }}{% endif %}
+{{ m.role }}: {{ m.content }}
+{% endfor %}"""
+
+
+async def test_a_template_that_refuses(live: Live, admin: httpx.AsyncClient, adapters: list[Any]) -> None:
+    """CH-01: 400 with the template's own words, about the field that holds the messages, on every endpoint, streamed or
+    not; nothing is generated or charged, and what it accepts is answered."""
+    await put(admin, adapters[0], chat_template=PICKY)
+    await admin.patch("/admin/v1/tenants/acme", json={"limits": {"requests_per_minute": 1}})
+    caller = await live.http(await live.key("acme"))
+    system, user, assistant = ({"role": role, "content": "x"} for role in ("system", "user", "assistant"))
+    developer = {"role": "developer", "content": "x"}
+
+    for said, told in (
+        ([system, user], "System role not supported"), ([developer, user], "System role not supported"),
+        ([user, user], "Roles must alternate"), ([assistant, user], "Roles must alternate"),
+    ):  # fmt: skip
+        for path, param, more in (
+            (CHAT, "messages", {}), (CHAT, "messages", {"stream": True}), ("/tokenize", "messages", {}),
+            ("/v1/responses", "input", {}), ("/v1/responses", "input", {"stream": True}),
+            ("/v1/responses", "input", {"truncation": "auto"}), ("/v1/responses/input_tokens", "input", {}),
+        ):  # fmt: skip
+            refused = await caller.post(path, json={"model": "pirate", param: said, **more})
+            assert refused.status_code == 400, (path, refused.text)
+            assert (error_of(refused)["param"], told in error_of(refused)["message"]) == (param, True), (path, said)
+    assert live.engine.requests == []
+    assert (await caller.post(CHAT, json={"model": "pirate", "messages": [user, assistant, user]})).status_code == 200
+
+
 async def test_rolled_back_with_the_version(live: Live, admin: httpx.AsyncClient, adapters: list[Any]) -> None:
     """Companions belong to the version and to its digest: equal weights with other defaults are another version, and a
     rollback brings the old ones back; a canary has its own."""

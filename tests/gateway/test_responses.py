@@ -303,7 +303,7 @@ async def test_a_client_that_leaves_frees_the_conversation(
 
 async def test_truncation(live: Live, client: AsyncOpenAI) -> None:
     """A talk longer than the context is 400 context_length_exceeded; with truncation auto its oldest turns are
-    dropped, and the instructions stay."""
+    dropped, and the instructions stay; nothing is dropped of what fits."""
     talk: list[Any] = []
     for i in range(60):
         talk += [
@@ -319,6 +319,9 @@ async def test_truncation(live: Live, client: AsyncOpenAI) -> None:
         model="tiny", input=talk, max_output_tokens=16, truncation="auto", instructions="be kind"
     )
 
+    greeted: list[Any] = [{"role": "assistant", "content": "welcome"}, {"role": "user", "content": "hi"}]
+    await client.responses.create(model="tiny", input=greeted, truncation="auto")
+    assert live.prompts()[1] == chat(("assistant", "welcome"), ("user", "hi"))
     prompt = live.prompts()[0]
     assert prompt.startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nquestion")
     assert prompt.endswith("and now?<|im_end|>\n<|im_start|>assistant\n")

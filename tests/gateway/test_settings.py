@@ -145,6 +145,14 @@ def test_given_secrets_are_not_kept(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def test_an_admin_key_is_no_short_one(tmp_path: Path) -> None:
+    """CHORUS_ADMIN_KEY may be any string, of 16 characters or more."""
+    for key in ("any string of sixteen or more", "žluťoučký kůň 16"):
+        assert with_secrets(Settings(data_dir=tmp_path, admin_key=key, pepper="p"))[0].admin_key == key
+    with pytest.raises(ConfigError, match="16 characters"):
+        with_secrets(Settings(data_dir=tmp_path, admin_key="a" * 15, pepper="p"))
+
+
 def test_secrets_are_never_shown() -> None:
     """Neither repr() nor an error message tells a secret."""
     settings = Settings(admin_key="s3cret", pepper="s3cret", engine_key="s3cret", aws={"AWS_SESSION_TOKEN": "s3cret"})
