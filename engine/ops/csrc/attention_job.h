@@ -9,8 +9,7 @@
 #include "vectors.h"
 
 constexpr int BLOCK = 16;       // positions of a KV block
-constexpr int GROUP = 32;       // positions of one online-softmax step
-constexpr int GROUP_V = GROUP / L;
+constexpr int GROUP = HAS_TILES ? 128 : 32;  // positions of one online-softmax step
 constexpr float KV_LIMIT = 65504.0f;
 
 // Only finite numbers are kept: unused slots of a block are read with weight 0, and 0 · NaN is NaN.
@@ -75,31 +74,3 @@ struct Span {
     return cache + table[std::min(position, end - 1) / BLOCK] * block_size;
   }
 };
-
-// The softmax of R rows while their positions go by: the largest score so far, the sums of the weights by lane.
-template <int R> struct Softmax {
-  float top[R];
-  vf total[R];
-};
-
-// Scores of row r for GROUP positions become weights relative to the largest score so far; what was summed before
-// shrinks when a larger one appears.
-template <int R>
-INLINE void weigh(Softmax<R>& soft, int r, vf (&score)[GROUP_V], float* out, long D) {
-  vf m = score[0];
-#pragma GCC unroll 8
-  for (int c = 1; c < GROUP_V; c++) m = vmax(m, score[c]);
-  if (any_above(m, soft.top[r])) {
-    const float top = biggest(m), shrink = soft.top[r] == -INFINITY ? 0.0f : std::exp(soft.top[r] - top);
-    soft.top[r] = top;
-    soft.total[r] *= shrink;
-    for (long d = 0; d < D; d += L) store(out + d, load<vf>(out + d) * shrink);
-  }
-  const float top = soft.top[r] == -INFINITY ? 0.0f : soft.top[r];  // nothing of this group is visible to this row
-#pragma GCC unroll 8
-  for (int c = 0; c < GROUP_V; c++) {
-    const vf x = score[c] - top;
-    score[c] = x > -87.0f ? vexp(x) : vf{};
-    soft.total[r] += score[c];
-  }
-}

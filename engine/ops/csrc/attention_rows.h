@@ -3,8 +3,37 @@
 
 #include "attention_job.h"
 
+constexpr int GROUP_V = GROUP / L;
 constexpr int ROWS_OF_QUERIES = L < 16 ? std::min(MAX_R, 4) : MAX_R;  // at once
 constexpr int SUMS_OF_QUERIES = L == 8 ? 8 : 2 * MAX_R;  // at once; with more, a compiler moves some to memory and back
+
+// The softmax of R rows while their positions go by: the largest score so far, the sums of the weights by lane.
+template <int R> struct Softmax {
+  float top[R];
+  vf total[R];
+};
+
+// Scores of row r for GROUP positions become weights relative to the largest score so far; what was summed before
+// shrinks when a larger one appears.
+template <int R>
+INLINE void weigh(Softmax<R>& soft, int r, vf (&score)[GROUP_V], float* out, long D) {
+  vf m = score[0];
+#pragma GCC unroll 8
+  for (int c = 1; c < GROUP_V; c++) m = vmax(m, score[c]);
+  if (any_above(m, soft.top[r])) {
+    const float top = biggest(m), shrink = soft.top[r] == -INFINITY ? 0.0f : std::exp(soft.top[r] - top);
+    soft.top[r] = top;
+    soft.total[r] *= shrink;
+    for (long d = 0; d < D; d += L) store(out + d, load<vf>(out + d) * shrink);
+  }
+  const float top = soft.top[r] == -INFINITY ? 0.0f : soft.top[r];  // nothing of this group is visible to this row
+#pragma GCC unroll 8
+  for (int c = 0; c < GROUP_V; c++) {
+    const vf x = score[c] - top;
+    score[c] = x > -87.0f ? vexp(x) : vf{};
+    soft.total[r] += score[c];
+  }
+}
 
 // score[r][·] = q[r] · keys of the group, as many columns at a time as the registers hold sums; the same lines of the next
 // group are prefetched.

@@ -8,70 +8,136 @@
 #include "tiles.h"
 
 constexpr int ROWS_OF_QUERIES = TILE;  // at once
-static_assert(BLOCK == TILE && GROUP == 2 * BLOCK && BLOCK_PAIRS == TILE);
+constexpr int BLOCKS = GROUP / BLOCK;  // of a group
+static_assert(BLOCK == TILE && BLOCKS % 4 == 0 && BLOCK_PAIRS == TILE);
 
-INLINE long work_floats(long D) { return ROWS_OF_QUERIES * (4 * D + 4 * GROUP) + 64; }
+INLINE long work_floats(long D) { return ROWS_OF_QUERIES * (4 * D + 2 * GROUP) + 64; }
 
-INLINE void prefetch_lines(const uint32_t* at, long pairs) {
-  for (long i = 0; i < pairs; i++) __builtin_prefetch(at + i * BLOCK);
+// Where the keys and values of a group's blocks lie.
+struct Group {
+  const uint32_t *keys[BLOCKS], *values[BLOCKS];
+  long blocks;  // that some row sees
+
+  Group(const Attention& at, const Span& span, long begin) {
+    blocks = std::min<long>(BLOCKS, (span.end - begin + BLOCK - 1) / BLOCK);
+    for (long b = 0; b < BLOCKS; b++) {
+      const bf16* each = span.keys(begin + b * BLOCK);
+      keys[b] = (const uint32_t*)each;
+      values[b] = (const uint32_t*)(each + at.num_blocks * span.block_size);
+    }
+  }
+};
+
+INLINE void prefetch_block(const uint32_t* at, long D) {
+  for (long i = 0; i < D / 2; i++) __builtin_prefetch(at + i * BLOCK);
 }
 
-// scores[row][GROUP] = q·K of the group; q in blocks of `rows` rows of pairs. The next group's keys are prefetched.
-INLINE void match_tiles(float* scores, const uint32_t* q, long rows, const bf16* const (&keys)[GROUP / BLOCK],
-                        const bf16* const (&next)[GROUP / BLOCK], long D) {
-  const uint32_t *first = (const uint32_t*)keys[0], *second = (const uint32_t*)keys[1];
+// 4 blocks of keys meet the pairs of rows in tile A.
+#define MATCH(A, KEYS, at)               \
+  _tile_loadd(KEYS, keys[0] + at, TILE_BYTES); \
+  _tile_dpbf16ps(0, A, KEYS);            \
+  _tile_loadd(KEYS, keys[1] + at, TILE_BYTES); \
+  _tile_dpbf16ps(1, A, KEYS);            \
+  _tile_loadd(KEYS, keys[2] + at, TILE_BYTES); \
+  _tile_dpbf16ps(2, A, KEYS);            \
+  _tile_loadd(KEYS, keys[3] + at, TILE_BYTES); \
+  _tile_dpbf16ps(3, A, KEYS);
+
+// scores[row][4 · BLOCK] = q·K of 4 blocks; q in blocks of `rows` rows of pairs.
+INLINE void match_blocks(float* scores, const uint32_t* q, long rows, const uint32_t* const* keys, long D) {
   _tile_zero(0);
   _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   const long pairs = D / 2, whole = pairs / TILE * TILE;
   for (long d = 0; d < whole; d += TILE) {
-    prefetch_lines((const uint32_t*)next[0] + d * BLOCK, TILE);
-    prefetch_lines((const uint32_t*)next[1] + d * BLOCK, TILE);
     _tile_loadd(4, q + d * rows, TILE_BYTES);
-    _tile_loadd(6, first + d * BLOCK, TILE_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(6, second + d * BLOCK, TILE_BYTES);
-    _tile_dpbf16ps(1, 4, 6);
+    MATCH(4, 6, d * BLOCK)
   }
-  if (whole < pairs) {  // half a block
+  if (whole < pairs) {  // half a tile
     _tile_loadd(5, q + whole * rows, TILE_BYTES);
-    _tile_loadd(7, first + whole * BLOCK, TILE_BYTES);
-    _tile_dpbf16ps(0, 5, 7);
-    _tile_loadd(7, second + whole * BLOCK, TILE_BYTES);
-    _tile_dpbf16ps(1, 5, 7);
+    MATCH(5, 7, whole * BLOCK)
   }
   _tile_stored(0, scores, GROUP * 4);
   _tile_stored(1, scores + BLOCK, GROUP * 4);
+  _tile_stored(2, scores + 2 * BLOCK, GROUP * 4);
+  _tile_stored(3, scores + 3 * BLOCK, GROUP * 4);
 }
 
-// Positions of a block for N times 16 dimensions: sums from tile 0 on.
-template <int N> INLINE void add_values(const uint32_t* weights, const uint32_t* values, long D) {
-  _tile_loadd(5, weights, TILE_BYTES);
-  _tile_loadd(7, values, D * 4);
-  _tile_dpbf16ps(0, 5, 7);
-  if constexpr (N > 1) {
-    _tile_loadd(7, values + TILE, D * 4);
-    _tile_dpbf16ps(1, 5, 7);
-  }
-  if constexpr (N > 2) {
-    _tile_loadd(7, values + 2 * TILE, D * 4);
-    _tile_dpbf16ps(2, 5, 7);
-  }
-  if constexpr (N > 3) {
-    _tile_loadd(7, values + 3 * TILE, D * 4);
-    _tile_dpbf16ps(3, 5, 7);
-  }
+#undef MATCH
+
+// 2^x for x up to 0 or a little more, 0 below -150; relative error < 2e-7.
+INLINE vf power_of_two(vf x) {
+  x = vmax(x, splat(-200.0f));
+  const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = x - n;
+  vf p = splat(1.5403530e-4f);
+  p = p * r + 1.3333558e-3f;
+  p = p * r + 9.6181291e-3f;
+  p = p * r + 5.5504109e-2f;
+  p = p * r + 2.4022651e-1f;
+  p = p * r + 6.9314718e-1f;
+  p = p * r + 1.0f;
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 }
 
-// out[row][0 .. N·16) += weights · values over the blocks of the group.
+// The softmax of a row while its positions go by: the largest score so far, the sums of the weights by lane.
+struct Softmax {
+  float top = -INFINITY;
+  vf total = {};
+};
+
+constexpr float LOG2_E = 1.44269504f;
+
+// A row's scores become weights relative to the largest so far; what was summed before shrinks when a
+// larger one appears.
+INLINE void weigh(Softmax& soft, const float* scores, long blocks, float* out, long D, bf16* weights) {
+  vf most = load<vf>(scores);
+  for (long b = 1; b < blocks; b++) most = vmax(most, load<vf>(scores + b * L));
+  if (any_above(most, soft.top)) {
+    const float top = biggest(most), shrink = soft.top == -INFINITY ? 0.0f : std::exp(soft.top - top);
+    soft.top = top;
+    soft.total *= shrink;
+    for (long d = 0; d < D; d += L) store(out + d, load<vf>(out + d) * shrink);
+  }
+  const float top = soft.top == -INFINITY ? 0.0f : soft.top * LOG2_E;  // nothing of this group is visible to this row
+  vf total = soft.total;
+  for (long b = 0; b < blocks; b++) {
+    const vf each = power_of_two(load<vf>(scores + b * L) * LOG2_E - top);
+    total += each;
+    store(weights + b * L, narrow(each));
+  }
+  soft.total = total;
+}
+
+// out[row][d .. d + N·16) += weights · values over the blocks of the group. The next group's values are prefetched.
 template <int N>
-INLINE void blend_tiles(float* out, long D, const uint32_t* weights, const uint32_t* const (&values)[GROUP / BLOCK],
-                        long blocks) {
+INLINE void blend_blocks(float* out, long D, const uint32_t* weights, const Group& group, const Group& next, long d) {
   const long bytes = D * 4;
+  out += d;
   _tile_loadd(0, out, bytes);
   if constexpr (N > 1) _tile_loadd(1, out + TILE, bytes);
   if constexpr (N > 2) _tile_loadd(2, out + 2 * TILE, bytes);
   if constexpr (N > 3) _tile_loadd(3, out + 3 * TILE, bytes);
-  for (long b = 0; b < blocks; b++) add_values<N>(weights + b * BLOCK / 2, values[b], D);
+  for (long b = 0; b < group.blocks; b++) {
+    const uint32_t* values = group.values[b] + d;
+    for (long i = 0; i < BLOCK / 2; i++)
+      for (int n = 0; n < N; n++) __builtin_prefetch(next.values[b] + d + i * D + n * TILE);
+    _tile_loadd(5, weights + b * BLOCK / 2, GROUP * 2);
+    _tile_loadd(7, values, bytes);
+    _tile_dpbf16ps(0, 5, 7);
+    if constexpr (N > 1) {
+      _tile_loadd(7, values + TILE, bytes);
+      _tile_dpbf16ps(1, 5, 7);
+    }
+    if constexpr (N > 2) {
+      _tile_loadd(7, values + 2 * TILE, bytes);
+      _tile_dpbf16ps(2, 5, 7);
+    }
+    if constexpr (N > 3) {
+      _tile_loadd(7, values + 3 * TILE, bytes);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
   _tile_stored(0, out, bytes);
   if constexpr (N > 1) _tile_stored(1, out + TILE, bytes);
   if constexpr (N > 2) _tile_stored(2, out + 2 * TILE, bytes);
@@ -85,21 +151,16 @@ static void attend_any(const Attention& at, const Queries& rows, const Queries& 
   const long D = at.D, G = at.heads / at.kv_heads;
   const long first_position = at.contexts[s] - at.lengths[s];
   const long q_blocks = (D / 2 + TILE - 1) / TILE;
-  float* out = work;                                // [count][D]
-  float* scores = out + count * D;                  // [count][GROUP]
+  float* out = work;                                  // [count][D]
+  float* scores = out + count * D;                    // [count][GROUP]
   uint32_t* q = (uint32_t*)(scores + count * GROUP);  // [q_blocks][count][TILE]
-  uint32_t* p = q + q_blocks * count * TILE;        // [count][GROUP / 2]
-  Softmax<ROWS_OF_QUERIES> soft;
-  long position[ROWS_OF_QUERIES];
+  uint32_t* weights = q + q_blocks * count * TILE;    // [count][GROUP / 2]
+  Softmax soft[ROWS_OF_QUERIES];
   for (long r = 0; r < count; r++) {
     const long t = (row + r) / G, h = kv * G + (row + r) % G;
     const float* from = at.q + (at.starts[s] + t) * at.ldq + h * D;
-    float* scaled = out;
-    for (long d = 0; d < D; d++) scaled[d] = from[d] * at.scale;
-    to_pairs(scaled, D, count * TILE, q + r * TILE);
-    position[r] = first_position + t;
-    soft.top[r] = -INFINITY;
-    soft.total[r] = vf{};
+    for (long d = 0; d < D; d++) out[d] = from[d] * at.scale;
+    to_pairs(out, D, count * TILE, q + r * TILE);
   }
   std::memset(out, 0, sizeof(float) * count * D);
   TileShapes shapes;
@@ -108,44 +169,35 @@ static void attend_any(const Attention& at, const Queries& rows, const Queries& 
   shapes.set(6, TILE);
   shapes.set(7, TILE / 2);
   shapes.use();
+  Group group(at, span, span.begin);
   for (long g = span.begin; g < last; g += GROUP) {
-    const bf16 *keys[GROUP / BLOCK], *next[GROUP / BLOCK];
-    const uint32_t* values[GROUP / BLOCK];
-    const long blocks = g + BLOCK < last ? 2 : 1;
-    for (int b = 0; b < GROUP / BLOCK; b++) {
-      keys[b] = span.keys(g + b * BLOCK);
-      next[b] = g + GROUP < last ? span.keys(g + GROUP + b * BLOCK) : other.keys(other.begin + b * BLOCK);
-      values[b] = (const uint32_t*)(keys[b] + at.num_blocks * span.block_size);
+    const Group next = g + GROUP < last ? Group(at, span, g + GROUP) : Group(at, other, other.begin);
+    for (long b = 0; b < group.blocks; b += 4) {
+      for (long i = b; i < b + 4; i++) prefetch_block(next.keys[i], D);
+      match_blocks(scores + b * BLOCK, q, count, group.keys + b, D);
     }
-    match_tiles(scores, q, count, keys, next, D);
+    fence_tiles();
     for (long r = 0; r < count; r++) {
-      const long from = at.window ? position[r] - at.window + 1 : 0;
+      const long position = first_position + (row + r) / G, from = at.window ? position - at.window + 1 : 0;
       float* of_row = scores + r * GROUP;
-      if (g + GROUP > position[r] + 1 || g < from)
-        for (int i = 0; i < GROUP; i++)
-          if (g + i > position[r] || g + i < from) of_row[i] = -INFINITY;
-      vf score[GROUP_V] = {load<vf>(of_row), load<vf>(of_row + L)};
-      weigh(soft, int(r), score, out + r * D, D);
-      store((bf16*)(p + r * GROUP / 2), narrow(score[0]));
-      store((bf16*)(p + r * GROUP / 2) + L, narrow(score[1]));
+      for (long i = std::max(position + 1 - g, 0L); i < group.blocks * BLOCK; i++) of_row[i] = -INFINITY;
+      for (long i = 0; i < std::min(from - g, group.blocks * BLOCK); i++) of_row[i] = -INFINITY;
+      weigh(soft[r], of_row, group.blocks, out + r * D, D, (bf16*)(weights + r * GROUP / 2));
     }
-    for (long b = 0; b < blocks; b++)
-      prefetch_lines((const uint32_t*)(next[b] + at.num_blocks * span.block_size), D / 2);
     fence_tiles();
     long d = 0;
-    for (; d + 4 * TILE <= D; d += 4 * TILE) {
-      blend_tiles<4>(out + d, D, p, values, blocks);
-      values[0] += 4 * TILE, values[1] += 4 * TILE;
-    }
+    for (; d + 4 * TILE <= D; d += 4 * TILE) blend_blocks<4>(out, D, weights, group, next, d);
     switch ((D - d) / TILE) {
-      case 1: blend_tiles<1>(out + d, D, p, values, blocks); break;
-      case 2: blend_tiles<2>(out + d, D, p, values, blocks); break;
-      case 3: blend_tiles<3>(out + d, D, p, values, blocks); break;
+      case 1: blend_blocks<1>(out, D, weights, group, next, d); break;
+      case 2: blend_blocks<2>(out, D, weights, group, next, d); break;
+      case 3: blend_blocks<3>(out, D, weights, group, next, d); break;
     }
+    fence_tiles();
+    group = next;
   }
   for (long r = 0; r < count; r++) {
     const long t = (row + r) / G, h = kv * G + (row + r) % G;
-    const float total = sum(soft.total[r]);
+    const float total = sum(soft[r].total);
     float* to = at.out + (at.starts[s] + t) * at.ldo + h * D;
     for (long d = 0; d < D; d += L) store(to + d, load<vf>(out + r * D + d) / total);
   }

@@ -12,9 +12,10 @@ constexpr int ROWS_TOGETHER = 2 * TILE;
 constexpr long ROWS_AT_ONCE = 256;  // rows laid out at a time: they stay in the second-level cache
 static_assert(NT == WIDE_TILE && BLOCK_PAIRS == TILE);
 
-struct Sums {  // of the rows of a part by the columns of one weight tile, or two beside each other
-  alignas(64) float at[ROWS_TOGETHER * NT];
-  long stride;
+// Of the rows of a part by the columns of one weight tile, or of at most TILE rows by two beside each other.
+struct Sums {
+  static constexpr long STRIDE = 2 * NT;
+  alignas(64) float at[ROWS_TOGETHER * STRIDE];
 };
 
 static void shape_rows(TileShapes& shapes, long rows) {
@@ -64,24 +65,24 @@ INLINE void multiply_block(bool is_tall, const void* x, long stride, const char*
   else multiply_flat(x, stride, w, beside);
 }
 
-INLINE void store_sums(bool is_tall, bool is_pair, Sums& sums) {
-  sums.stride = is_pair ? 2 * NT : NT;
-  const long bytes = sums.stride * 4;
-  _tile_stored(0, sums.at, bytes);
-  _tile_stored(1, sums.at + TILE, bytes);
+INLINE void store_sums(bool is_tall, bool is_pair, float* to, long stride) {
+  const long bytes = stride * 4;
+  _tile_stored(0, to, bytes);
+  _tile_stored(1, to + TILE, bytes);
   if (is_tall) {
-    _tile_stored(2, sums.at + TILE * sums.stride, bytes);
-    _tile_stored(3, sums.at + TILE * sums.stride + TILE, bytes);
+    _tile_stored(2, to + TILE * stride, bytes);
+    _tile_stored(3, to + TILE * stride + TILE, bytes);
   } else if (is_pair) {
-    _tile_stored(2, sums.at + 2 * TILE, bytes);
-    _tile_stored(3, sums.at + 3 * TILE, bytes);
+    _tile_stored(2, to + 2 * TILE, bytes);
+    _tile_stored(3, to + 3 * TILE, bytes);
   }
 }
 
-// sums = x · w for laid rows: [blocks][rows][TILE] pairs, zeros behind K; with `beside` of two weight tiles.
+// Sums of x · w for laid rows, [blocks][rows][TILE] pairs with zeros behind K, go to rows of `stride`; with `beside` of two
+// weight tiles.
 template <bool IS_TALL>
 static void multiply_laid(const Form::Pair* x, long rows, const char* w, const char* beside, long pairs, Ahead ahead,
-                          Sums& sums) {
+                          float* to, long stride) {
   zero_sums();
   const long whole = pairs / TILE, left = pairs % TILE;
   for (long b = 0; b < whole; b++) {
@@ -98,13 +99,13 @@ static void multiply_laid(const Form::Pair* x, long rows, const char* w, const c
     fence_tiles();
     multiply_block(IS_TALL, x + whole * TILE * rows, TILE_BYTES, (const char*)ends[0], beside ? (const char*)ends[1] : nullptr);
   }
-  store_sums(IS_TALL, beside, sums);
+  store_sums(IS_TALL, beside, to, stride);
 }
 
 INLINE void multiply(const Form::Pair* x, long rows, const char* w, const char* beside, long pairs, const Ahead& ahead,
-                     Sums& sums) {
-  if (rows > TILE) multiply_laid<true>(x, rows, w, nullptr, pairs, ahead, sums);
-  else multiply_laid<false>(x, rows, w, beside, pairs, ahead, sums);
+                     float* to, long stride) {
+  if (rows > TILE) multiply_laid<true>(x, rows, w, nullptr, pairs, ahead, to, stride);
+  else multiply_laid<false>(x, rows, w, beside, pairs, ahead, to, stride);
 }
 
 // With A of the segments that are merged turned to columns.
@@ -143,10 +144,10 @@ static void project_rows(const Lora& call, const Segment& segment, long, const F
     const Part part(call, segment, s);
     const uint32_t* turned = call.turned[(&segment - call.segments) * call.num_slices + s];
     for (long j = 0; j < stride; j += NT, turned += blocks * TILE * NT) {
-      if (j < part.rank) multiply(x, rows, (const char*)turned, nullptr, blocks * TILE, {nullptr, 0}, sums);
+      if (j < part.rank) multiply(x, rows, (const char*)turned, nullptr, blocks * TILE, {nullptr, 0}, sums.at, Sums::STRIDE);
       for (long r = 0; r < rows; r++)
         for (int c = 0; c < NT; c += L)
-          store(z + r * ldz + s * stride + j + c, j < part.rank ? narrow(load<vf>(sums.at + r * sums.stride + c)) : vh{});
+          store(z + r * ldz + s * stride + j + c, j < part.rank ? narrow(load<vf>(sums.at + r * Sums::STRIDE + c)) : vh{});
     }
   }
 }
@@ -167,7 +168,7 @@ class Deltas {
     const bool is_tall = rows > TILE;
     for (long j = 0, b = 0; j < delta.rank; j += RANKS, b++)
       multiply_block(is_tall, delta.z + j, delta.ldz * sizeof(Z), (const char*)(pairs_ + b * TILE * NT), nullptr);
-    store_sums(is_tall, false, sums);
+    store_sums(is_tall, false, sums.at, Sums::STRIDE);
   }
 
  private:
@@ -176,17 +177,18 @@ class Deltas {
   uint32_t* pairs_ = nullptr;
 };
 
-// (W·x + b) + B·z, as the adapter's sum would be added afterwards.
-static void write(const Sums& sums, const Sums* deltas, long rows, const Out& out, long row) {
-  for (long r = 0; r < rows; r++)
-    for (long c = 0; c < sums.stride && c < out.num_columns; c += L) {
-      const int count = int(std::min<long>(L, out.num_columns - c));
-      const __mmask16 mask = __mmask16((1u << count) - 1);
-      vf each = load<vf>(sums.at + r * sums.stride + c);
-      if (out.bias) each += (vf)_mm512_maskz_loadu_ps(mask, out.bias + c);
-      if (deltas) each += load<vf>(deltas->at + r * deltas->stride + c);
+// (W·x + b) + B·z, as the adapter's sum would be added afterwards, for at most `width` columns.
+static void write(const Sums& sums, const Sums* deltas, long rows, long width, const Out& out, long row) {
+  for (long c = 0; c < std::min(width, out.num_columns); c += L) {
+    const __mmask16 mask = __mmask16((1u << std::min<long>(L, out.num_columns - c)) - 1);
+    const vf bias = out.bias ? (vf)_mm512_maskz_loadu_ps(mask, out.bias + c) : vf{};
+    for (long r = 0; r < rows; r++) {
+      vf each = load<vf>(sums.at + r * Sums::STRIDE + c);
+      if (out.bias) each += bias;
+      if (deltas) each += load<vf>(deltas->at + r * Sums::STRIDE + c);
       _mm512_mask_storeu_ps(out.data + (row + r) * out.stride + c, mask, (__m512)each);
     }
+  }
 }
 
 // All rows against weight tiles [first, last). A tile is read from memory once and meets all rows while it is in the cache;
@@ -209,10 +211,17 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
       if (rows != shaped) shape_rows(shapes, shaped = rows);
       const Ahead ahead = is_few ? Ahead{tile + NEAR, int(lines)}
                                  : Ahead{tile + bytes + done, t + 1 < last && done < bytes ? int(lines) : 0};
-      multiply(job.x + job.before(part) * blocks * TILE, rows, tile, num == 2 ? tile + bytes : nullptr, job.pairs, ahead, sums);
+      const Form::Pair* x = job.x + job.before(part) * blocks * TILE;
+      const char* beside = num == 2 ? tile + bytes : nullptr;
+      const long row = job.parts[part].start;
       const Delta delta = job.delta(part, t * NT);
+      if (!out.bias && !delta.rank && to.num_columns >= num * NT) {
+        multiply(x, rows, tile, beside, job.pairs, ahead, to.data + row * to.stride, to.stride);
+        continue;
+      }
+      multiply(x, rows, tile, beside, job.pairs, ahead, sums.at, Sums::STRIDE);
       if (delta.rank) deltas.multiply(delta, rows, added);
-      write(sums, delta.rank ? &added : nullptr, rows, to, job.parts[part].start);
+      write(sums, delta.rank ? &added : nullptr, rows, num * NT, to, row);
     }
   }
 }

@@ -30,6 +30,8 @@ constexpr int L = 4, MAX_R = 5;  // 16 registers of 4 floats
 
 #if HAS_DOT && defined(__AMX_BF16__)
 #define HAS_TILES 1
+#else
+#define HAS_TILES 0
 #endif
 
 typedef uint16_t bf16;
@@ -55,8 +57,13 @@ INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 INLINE vf low(vu pair) { return (vf)(pair << 16); }
 INLINE vf high(vu pair) { return (vf)(pair & 0xffff0000u); }
 INLINE float widen(bf16 h) { uint32_t u = uint32_t(h) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+#if defined(__AVX512F__)  // one instruction, of which compilers make two
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+#endif
 
 INLINE bf16 narrow(float x) {  // to nearest even; NaN stays NaN
   uint32_t u;
