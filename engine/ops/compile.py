@@ -82,13 +82,18 @@ def load_library(cache_dir: Path | None = None, instruction_set: InstructionSet 
     sets = supported()
     if not sets:
         raise BuildError(f"no native operations for {platform.system()} on {platform.machine()}")
+    problem = BuildError("the system does not let this process use what its processor has")
     for each in sets if instruction_set is None else (instruction_set,):
-        library = _open(each, cache_dir)
-        if not library.chorus_may_run():
+        try:
+            library = _open(each, cache_dir)
+        except BuildError as error:  # an old compiler does not know the newest instructions
+            problem = error
             continue
-        if each is not DOT or instruction_set is DOT or _is_dot_faster(library, cache_dir):
+        if library.chorus_may_run() and (
+            each is not DOT or instruction_set is DOT or _is_dot_faster(library, cache_dir)
+        ):
             return library
-    raise BuildError("the system does not give this process what its processor has")
+    raise problem
 
 
 def _open(instruction_set: InstructionSet, cache_dir: Path | None) -> ctypes.CDLL:

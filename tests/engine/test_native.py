@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from engine.sequence import Sequence
 from tests.engine.forward import BLOCK_SIZE, Part, forward, make_sequence, random_adapter, step_of
 from tests.engine.test_ops import (
     QKV,
+    SHAPE,
     SPANS,
     attention_batch,
     batch_of,
@@ -204,6 +206,28 @@ def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path) -> None:
     assert all(torch.equal(answers[0], each) for each in answers[1:])
 
 
+@pytest.mark.parametrize("hidden", [64, 104])
+def test_adapters_add_the_same_bits_to_few_rows_and_to_many(ops: NativeOps, hidden: int) -> None:
+    """A linear with an adapter of any rank: every row alone, some together, all of them."""
+    linears = {name: (outputs, hidden) for name, (outputs, _) in SHAPE.linears.items()}
+    shape = replace(SHAPE, linears=linears)
+    draw = torch.Generator().manual_seed(4)
+    weight, x = torch.randn(128, hidden, generator=draw), torch.randn(60, hidden, generator=draw)
+    packed = ops.pack_linear(weight)
+    bank = LoraBank(shape, 1 << 24, torch.bfloat16)
+    for rank in (1, 5, 16, 33, 64):
+        ranks = {(0, name): rank for name in ("q_proj", "k_proj", "v_proj")}
+        bank.place(f"r{rank}", random_adapter(shape, ranks, seed=rank, dtype=torch.bfloat16))
+    for rank in (1, 5, 16, 33, 64):
+        plan = ops.plan(batch_of([f"r{rank}"] * 60, [1] * 60, bank))
+        wanted = ops.adapted_linear(x, packed, None, plan, 0, QKV)
+        for size in (1, 3, 7, 11, 29):
+            for first in range(0, 60 - size, size):
+                plan = ops.plan(batch_of([f"r{rank}"] * size, [1] * size, bank))
+                got = ops.adapted_linear(x[first : first + size].contiguous(), packed, None, plan, 0, QKV)
+                assert torch.equal(got, wanted[first : first + size])
+
+
 def test_threads_change_no_bit() -> None:
     """Thousands of small and large products with 1, 2 and 5 threads (more than cores) give the same bits each time."""
     draw = torch.Generator().manual_seed(0)
@@ -239,6 +263,18 @@ def test_a_failing_compiler_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_pat
         native_build.load_library(tmp_path)
 
     assert not list(tmp_path.iterdir())
+
+
+def test_what_an_old_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A processor newer than the compiler gets the best library that can be built."""
+    best, *others = native_build.supported()
+    unknown = replace(best, name="unknown", flags=("-munknown-instructions",))
+    monkeypatch.setattr(native_build, "supported", lambda: (unknown, best, *others))
+
+    library = native_build.load_library(tmp_path)
+
+    assert "unknown" not in library._name
+    assert not list(tmp_path.glob("*unknown*"))
 
 
 def test_only_what_the_processor_has_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
