@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.conversations import new_id
+from gateway.conversations import Conversations, new_id
 from tests.gateway.live import Live
 from tests.gateway.test_responses import chat
 
@@ -84,8 +84,18 @@ async def test_turns_are_appended(live: Live, client: AsyncOpenAI) -> None:
     assert items.data[2].id == first.output[0].id
 
 
-async def test_a_turn_is_stored_before_its_end_is_told(live: Live, client: AsyncOpenAI) -> None:
-    """Who has seen response.completed can read and continue at once, on a connection of its own."""
+async def test_a_turn_is_stored_before_its_end_is_told(
+    live: Live, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has seen response.completed can read and continue at once, on a connection of its own, however long storing
+    takes."""
+    keep = Conversations.keep
+
+    async def late(*values: Any, **options: Any) -> bool:
+        await asyncio.sleep(0.05)
+        return await keep(*values, **options)
+
+    monkeypatch.setattr(Conversations, "keep", late)
     talk = await client.conversations.create()
     other = await live.openai(await live.key("acme"))
     for i in range(10):

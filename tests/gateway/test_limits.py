@@ -15,6 +15,8 @@ import pytest
 
 import migrations
 from engine.protocol import Broken, EngineError, Refused, Unavailable
+from tenants.quotas import Hold, Quotas
+from tenants.usage import UsageRecord
 from tests.gateway.live import Live, serve
 from tests.gateway.scripted import Script, chat, error_of
 from tests.services import PostgresServer, RedisServer
@@ -173,6 +175,39 @@ async def test_concurrency_is_free_when_the_answer_ends(server: Live) -> None:
         assert (await client.post(PATH, json=chat(stream=stream))).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_has_seen_the_end_has_a_free_place(
+    server: Live, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    """T49: the end of an answer is told when its place has been given back, however long that takes: whichever worker
+    the client asks next lets it in."""
+    settling, under_way = Quotas.settling, set[asyncio.Future[None]]()
+
+    def late(quotas: Quotas, hold: Hold, record: UsageRecord) -> asyncio.Future[None]:
+        async def settle() -> None:
+            await asyncio.sleep(0.1)
+            await settling(quotas, hold, record)
+
+        task = asyncio.ensure_future(settle())
+        under_way.add(task)
+        return task
+
+    tenant = f"end-{len(path)}-{stream}".lower()
+    client = await limited(server, tenant, concurrency=1)
+    monkeypatch.setattr(Quotas, "settling", late)
+
+    async with client.stream("POST", path, json=BODIES[path] | {"stream": stream}) as answer:
+        assert answer.status_code == 200
+        async for piece in answer.aiter_text():
+            if not stream or "[DONE]" in piece or "response.completed" in piece:
+                assert await server.num_leases(tenant) == 0
+                break
+        else:
+            pytest.fail("the end never came")
+    await asyncio.gather(*under_way)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -191,7 +226,7 @@ async def test_refusals_of_the_engine(
     server: Live, error: EngineError, status: int, code: str | None, stream: bool
 ) -> None:
     """T21: what the engine refuses is an HTTP status, in streams too, on every endpoint; place and tokens are given
-    back."""
+    back, and nothing is billed."""
     script = Script(error=error).install(server)
     client = await limited(
         server,
@@ -209,6 +244,15 @@ async def test_refusals_of_the_engine(
     script.error = None
     good = await client.post(PATH, json=chat(max_tokens=5))
     assert remaining(good, "tokens") > 99_000
+    admin, rows = await server.http(), list[dict[str, Any]]()
+    for _ in range(200):
+        tenant = good.headers["openai-organization"]
+        rows = (await admin.get(f"/admin/v1/usage/entries?tenant={tenant}")).json()["data"]
+        if len(rows) == 4:
+            break
+        await asyncio.sleep(0.02)
+    billed = [row["prompt_tokens"] + row["completion_tokens"] for row in rows]
+    assert billed == [good.json()["usage"]["total_tokens"], 0, 0, 0]
 
 
 async def test_usage_is_written(server: Live) -> None:
