@@ -155,6 +155,26 @@ async def test_store_false_can_not_be_continued(live: Live, client: AsyncOpenAI)
     assert len(live.engine.requests) == 1
 
 
+async def test_a_tenant_without_retention_stores_nothing(live: Live, client: AsyncOpenAI) -> None:
+    """T47 for `retention: none`: every response counts as store false, says so from its first event on, and is neither
+    read nor continued; conversations are refused by name."""
+    await (await live.http()).patch("/admin/v1/tenants/acme", json={"retention": "none"})
+
+    plain = await client.responses.create(model="tiny", input="hi", store=True)
+    events = [event async for event in await client.responses.create(model="tiny", input="hi", stream=True)]
+
+    said = [plain, *(event.response for event in events if hasattr(event, "response"))]
+    assert [made.store for made in said] == [False] * 4  # type: ignore[attr-defined]
+    for made in said:
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model="tiny", input="more", previous_response_id=made.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.conversations.create()
+    assert refused.value.code == "zero_data_retention"
+
+
 async def test_a_deleted_turn_breaks_the_chain_loudly(live: Live, client: AsyncOpenAI) -> None:
     """T48: 404 with its own code that names the missing turn; nothing is generated from half a talk."""
     first = await client.responses.create(model="tiny", input="1")
