@@ -209,7 +209,7 @@ def parse(raw: bytes) -> Any:
 
 def _not_json(raw: bytes) -> ApiError:
     """Python's reader takes numbers that JSON has not: NaN, infinities, 1e999. Their field is named."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(raw)
         for name, field in value.items() if isinstance(value, dict) else ():
             if _has_no_number(field):

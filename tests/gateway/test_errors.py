@@ -43,6 +43,9 @@ BROKEN = {
     "surrogate model": b'{"model":"\\udc00","messages":[{"role":"user","content":"x"}]}',
     "deep": b'{"a":' + b"[" * 100_000,
     "deep and closed": b"[" * 100_000 + b"]" * 100_000,
+    "deep, but not many": b'{"a":' + b"[" * 15_000,
+    "deep, but not many, and closed": b"[" * 9_000 + b"NaN" + b"]" * 9_000,
+    "deep and twice": b'{"a":1,"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
     "huge number": b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"seed":' + b"9" * 5000 + b"}",
     "trailing": b"{} x",
 }
