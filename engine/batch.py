@@ -221,19 +221,16 @@ def _segments(slots: list[int], starts_S: Ints, ends_S: Ints) -> tuple[Segment, 
 
 def _logit_rows(rows: tuple[Row, ...], starts: Ints) -> tuple[Ints, tuple[int, ...]]:
     """Prompt positions whose successor is in the prompt, where prompt logprobs are asked; then the sampled one."""
-    if all(row.sequence.params.prompt_logprobs is None for row in rows):
-        samples_S = np.array([row.samples for row in rows], bool)
-        lasts_S = starts + np.array([row.num_tokens - 1 for row in rows], np.int64)
-        return lasts_S[samples_S], tuple(map(int, samples_S))
-    parts: list[Ints] = []
+    found: list[int] = []
+    counts = []
     for row, start in zip(rows, starts.tolist(), strict=True):
-        num_prompt = 0
+        before = len(found)
         if row.sequence.params.prompt_logprobs is not None:
-            num_prompt = max(0, min(row.num_tokens, row.sequence.num_prompt - 1 - row.start))
-        wanted = np.arange(start, start + num_prompt, dtype=np.int64)
-        last = start + row.num_tokens - 1
-        parts.append(np.append(wanted, last) if row.samples else wanted)
-    return np.concatenate([np.empty(0, np.int64), *parts]), tuple(map(len, parts))
+            found.extend(range(start, start + min(row.num_tokens, row.sequence.num_prompt - 1 - row.start)))
+        if row.samples:
+            found.append(start + row.num_tokens - 1)
+        counts.append(len(found) - before)
+    return np.array(found, np.int64), tuple(counts)
 
 
 def _tensor(array: Ints, device: torch.device | str) -> Tensor:
