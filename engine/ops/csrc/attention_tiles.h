@@ -32,14 +32,14 @@ INLINE void prefetch_block(const uint32_t* at, long D) {
   for (long i = 0; i < D / 2; i++) __builtin_prefetch(at + i * BLOCK);
 }
 
-// 4 blocks of keys meet the pairs of rows in tile A.
-#define MATCH(A, KEYS, at)               \
+// Four blocks of keys, from `at` on, meet the pairs of rows in tile A.
+#define MATCH(A, KEYS, at)                     \
   _tile_loadd(KEYS, keys[0] + at, TILE_BYTES); \
-  _tile_dpbf16ps(0, A, KEYS);            \
+  _tile_dpbf16ps(0, A, KEYS);                  \
   _tile_loadd(KEYS, keys[1] + at, TILE_BYTES); \
-  _tile_dpbf16ps(1, A, KEYS);            \
+  _tile_dpbf16ps(1, A, KEYS);                  \
   _tile_loadd(KEYS, keys[2] + at, TILE_BYTES); \
-  _tile_dpbf16ps(2, A, KEYS);            \
+  _tile_dpbf16ps(2, A, KEYS);                  \
   _tile_loadd(KEYS, keys[3] + at, TILE_BYTES); \
   _tile_dpbf16ps(3, A, KEYS);
 

@@ -28,12 +28,8 @@ INLINE void turn_rows(const float* x, long ldx, int count, long H, uint32_t* roo
   for (long k = 0; k < pairs; k += TILE) transpose(room + k, pairs, count, out + k * count, count);
 }
 
-// The product of up to TILE rows of A with turned rows goes to tile C; tiles A are its rows.
-#define SHRINK_TILE(C, A_TILE, from)      \
-  _tile_loadd(A_TILE, from, stride);      \
-  _tile_dpbf16ps(C, A_TILE, 6)
-
-// z[row][rank] = A·x for `count` turned rows, rounded to bf16. A [rank, H].
+// z[row][rank] = A·x for `count` turned rows, rounded to bf16. A [rank, H]: 32 of its rows at once, tiles 4 and 5; their
+// sums are tiles 0 and 1.
 static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank, long H, float* z, long ldz, Wanted wanted) {
   const long blocks = num_blocks(H), whole = H / (2 * TILE), stride = H * 2;
   alignas(64) float sums[2 * TILE * TILE];
@@ -51,8 +47,11 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
     for (long b = 0; b < whole; b++) {
       Wanted::step(wanted);
       _tile_loadd(6, x + b * TILE * count, 4 * count);
-      SHRINK_TILE(0, 4, rows + b * 2 * TILE);
-      if (second) { SHRINK_TILE(1, 5, rows + TILE * H + b * 2 * TILE); }
+      _tile_loadd(4, rows + b * 2 * TILE, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if (!second) continue;
+      _tile_loadd(5, rows + TILE * H + b * 2 * TILE, stride);
+      _tile_dpbf16ps(1, 5, 6);
     }
     if (whole < blocks) {
       const long left = H - whole * 2 * TILE;
@@ -71,8 +70,6 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
       for (int r = 0; r < count; r++) z[r * ldz + j + i] = widen(narrow(sums[i * count + r]));
   }
 }
-
-#undef SHRINK_TILE
 
 // sums[row][0 .. V·L) += what a tile would add for R rows: sum over j of z[row][j] · B[j].
 template <int R, int V>
