@@ -213,18 +213,18 @@ def test_adapters_add_the_same_bits_to_few_rows_and_to_many(ops: NativeOps, hidd
     shape = replace(SHAPE, linears=linears)
     draw = torch.Generator().manual_seed(4)
     weight, x = torch.randn(128, hidden, generator=draw), torch.randn(60, hidden, generator=draw)
-    packed = ops.pack_linear(weight)
+    packed, bias = ops.pack_linear(weight), torch.randn(128, generator=draw)
     bank = LoraBank(shape, 1 << 24, torch.bfloat16)
     for rank in (1, 5, 16, 33, 64):
         ranks = {(0, name): rank for name in ("q_proj", "k_proj", "v_proj")}
         bank.place(f"r{rank}", random_adapter(shape, ranks, seed=rank, dtype=torch.bfloat16))
     for rank in (1, 5, 16, 33, 64):
         plan = ops.plan(batch_of([f"r{rank}"] * 60, [1] * 60, bank))
-        wanted = ops.adapted_linear(x, packed, None, plan, 0, QKV)
+        wanted = ops.adapted_linear(x, packed, bias, plan, 0, QKV)
         for size in (1, 3, 7, 11, 29):
             for first in range(0, 60 - size, size):
                 plan = ops.plan(batch_of([f"r{rank}"] * size, [1] * size, bank))
-                got = ops.adapted_linear(x[first : first + size].contiguous(), packed, None, plan, 0, QKV)
+                got = ops.adapted_linear(x[first : first + size].contiguous(), packed, bias, plan, 0, QKV)
                 assert torch.equal(got, wanted[first : first + size])
 
 

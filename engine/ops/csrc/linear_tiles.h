@@ -12,12 +12,6 @@ constexpr int ROWS_TOGETHER = 2 * TILE;
 constexpr long ROWS_AT_ONCE = 256;  // rows laid out at a time: they stay in the second-level cache
 static_assert(NT == WIDE_TILE && BLOCK_PAIRS == TILE);
 
-// Of the rows of a part by the columns of one weight tile, or of at most TILE rows by two beside each other.
-struct Sums {
-  static constexpr long STRIDE = 2 * NT;
-  alignas(64) float at[ROWS_TOGETHER * STRIDE];
-};
-
 static void shape_rows(TileShapes& shapes, long rows) {
   const int first = int(std::min<long>(rows, TILE)), second = int(std::max(rows - TILE, 1L));
   for (int tile : {0, 1, 4}) shapes.set(tile, first);
@@ -27,6 +21,18 @@ static void shape_rows(TileShapes& shapes, long rows) {
   shapes.use();
 }
 
+// How the four tiles of sums lie: more than TILE rows by two tiles of columns, or at most TILE rows by as many as four.
+struct Shape {
+  bool is_tall;
+  int columns;  // tiles of them: 1 or 2, with a second weight tile 4
+
+  float* sums_of(int tile, float* to, long stride) const {
+    return is_tall ? to + tile / 2 * TILE * stride + tile % 2 * TILE : to + tile * TILE;
+  }
+};
+
+INLINE __mmask16 columns_left(long count) { return __mmask16((1u << std::clamp<long>(count, 0, L)) - 1); }
+
 INLINE void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
@@ -34,78 +40,61 @@ INLINE void zero_sums() {
   _tile_zero(3);
 }
 
-// A block of pairs of more than TILE rows, against one weight tile; x: rows of `stride` bytes.
-INLINE void multiply_tall(const void* x, long stride, const char* w) {
-  _tile_loadd(4, x, stride);
-  _tile_loadd(6, w, 4 * NT);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(7, w + TILE_BYTES, 4 * NT);
-  _tile_dpbf16ps(1, 4, 7);
-  _tile_loadd(5, (const char*)x + TILE * stride, stride);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
-}
-
-// Of at most TILE rows, against one weight tile or two.
-INLINE void multiply_flat(const void* x, long stride, const char* w, const char* beside) {
-  _tile_loadd(4, x, stride);
-  _tile_loadd(6, w, 4 * NT);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(7, w + TILE_BYTES, 4 * NT);
-  _tile_dpbf16ps(1, 4, 7);
-  if (!beside) return;
-  _tile_loadd(6, beside, 4 * NT);
-  _tile_dpbf16ps(2, 4, 6);
-  _tile_loadd(7, beside + TILE_BYTES, 4 * NT);
-  _tile_dpbf16ps(3, 4, 7);
-}
-
-INLINE void multiply_block(bool is_tall, const void* x, long stride, const char* w, const char* beside) {
-  if (is_tall) multiply_tall(x, stride, w);
-  else multiply_flat(x, stride, w, beside);
-}
-
-INLINE void store_sums(bool is_tall, bool is_pair, float* to, long stride) {
+INLINE void store_sums(const Shape& shape, float* to, long stride) {
   const long bytes = stride * 4;
-  _tile_stored(0, to, bytes);
-  _tile_stored(1, to + TILE, bytes);
-  if (is_tall) {
-    _tile_stored(2, to + TILE * stride, bytes);
-    _tile_stored(3, to + TILE * stride + TILE, bytes);
-  } else if (is_pair) {
-    _tile_stored(2, to + 2 * TILE, bytes);
-    _tile_stored(3, to + 3 * TILE, bytes);
+  _tile_stored(0, shape.sums_of(0, to, stride), bytes);
+  if (shape.columns > 1) _tile_stored(1, shape.sums_of(1, to, stride), bytes);
+  if (shape.is_tall || shape.columns > 2) _tile_stored(2, shape.sums_of(2, to, stride), bytes);
+  if (shape.columns > (shape.is_tall ? 1 : 2)) _tile_stored(3, shape.sums_of(3, to, stride), bytes);
+}
+
+// A block of pairs of some rows, of `stride` bytes each, against one weight tile, or two.
+INLINE void multiply_block(const Shape& shape, const void* x, long stride, const char* w, const char* beside) {
+  _tile_loadd(4, x, stride);
+  _tile_loadd(6, w, 4 * NT);
+  _tile_dpbf16ps(0, 4, 6);
+  if (shape.columns > 1) {
+    _tile_loadd(7, w + TILE_BYTES, 4 * NT);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if (shape.is_tall) {
+    _tile_loadd(5, (const char*)x + TILE * stride, stride);
+    _tile_dpbf16ps(2, 5, 6);
+    if (shape.columns > 1) _tile_dpbf16ps(3, 5, 7);
+  } else if (shape.columns > 2) {
+    _tile_loadd(6, beside, 4 * NT);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, beside + TILE_BYTES, 4 * NT);
+    _tile_dpbf16ps(3, 4, 7);
   }
 }
 
-// Sums of x · w for laid rows, [blocks][rows][TILE] pairs with zeros behind K, go to rows of `stride`; with `beside` of two
-// weight tiles.
-template <bool IS_TALL>
-static void multiply_laid(const Form::Pair* x, long rows, const char* w, const char* beside, long pairs, Ahead ahead,
-                          float* to, long stride) {
-  zero_sums();
-  const long whole = pairs / TILE, left = pairs % TILE;
+// Sums += x · w for laid rows: [blocks][rows][TILE] pairs, zeros behind K.
+INLINE void multiply_laid(Shape shape, const Form::Pair* x, long rows, const char* w, const char* beside, long pairs,
+                          Ahead ahead) {
+  const long whole = pairs / TILE, left = pairs % TILE, block_bytes = TILE * NT * 4;
   for (long b = 0; b < whole; b++) {
     for (int t = 0; t < (beside ? 2 : 1); t++)
       for (int i = 0; i < TILE / UNROLL * ahead.lines; i++) __builtin_prefetch(ahead.at + t * (beside - w) + 64 * i, 0, 2);
     ahead.at += 64 * TILE / UNROLL * ahead.lines;
-    const long at = b * TILE * NT * 4;
-    multiply_block(IS_TALL, x + b * TILE * rows, TILE_BYTES, w + at, beside ? beside + at : nullptr);
+    multiply_block(shape, x + b * TILE * rows, TILE_BYTES, w + b * block_bytes, beside ? beside + b * block_bytes : nullptr);
   }
   if (left) {
     alignas(64) uint32_t ends[2][TILE * NT] = {};
-    std::memcpy(ends[0], w + whole * TILE * NT * 4, left * NT * 4);
-    if (beside) std::memcpy(ends[1], beside + whole * TILE * NT * 4, left * NT * 4);
+    std::memcpy(ends[0], w + whole * block_bytes, left * NT * 4);
+    if (beside) std::memcpy(ends[1], beside + whole * block_bytes, left * NT * 4);
     fence_tiles();
-    multiply_block(IS_TALL, x + whole * TILE * rows, TILE_BYTES, (const char*)ends[0], beside ? (const char*)ends[1] : nullptr);
+    multiply_block(shape, x + whole * TILE * rows, TILE_BYTES, (const char*)ends[0], (const char*)ends[1]);
   }
-  store_sums(IS_TALL, beside, to, stride);
 }
 
-INLINE void multiply(const Form::Pair* x, long rows, const char* w, const char* beside, long pairs, const Ahead& ahead,
-                     float* to, long stride) {
-  if (rows > TILE) multiply_laid<true>(x, rows, w, nullptr, pairs, ahead, to, stride);
-  else multiply_laid<false>(x, rows, w, beside, pairs, ahead, to, stride);
+INLINE void multiply(const Shape& shape, const Form::Pair* x, long rows, const char* w, const char* beside, long pairs,
+                     const Ahead& ahead) {  // a loop of its own for each shape
+  if (shape.is_tall && shape.columns == 2) multiply_laid({true, 2}, x, rows, w, nullptr, pairs, ahead);
+  else if (shape.is_tall) multiply_laid({true, 1}, x, rows, w, nullptr, pairs, ahead);
+  else if (shape.columns == 4) multiply_laid({false, 4}, x, rows, w, beside, pairs, ahead);
+  else if (shape.columns == 2) multiply_laid({false, 2}, x, rows, w, nullptr, pairs, ahead);
+  else multiply_laid({false, 1}, x, rows, w, nullptr, pairs, ahead);
 }
 
 // With A of the segments that are merged turned to columns.
@@ -139,15 +128,20 @@ static void project_rows(const Lora& call, const Segment& segment, long, const F
   const long blocks = num_blocks(call.H), stride = z_stride(call), ldz = call.num_slices * stride;
   TileShapes shapes;
   shape_rows(shapes, rows);
-  Sums sums;
+  alignas(64) float sums[ROWS_TOGETHER * NT] = {};
   for (long s = 0; s < call.num_slices; s++) {
     const Part part(call, segment, s);
     const uint32_t* turned = call.turned[(&segment - call.segments) * call.num_slices + s];
     for (long j = 0; j < stride; j += NT, turned += blocks * TILE * NT) {
-      if (j < part.rank) multiply(x, rows, (const char*)turned, nullptr, blocks * TILE, {nullptr, 0}, sums.at, Sums::STRIDE);
+      const Shape shape{rows > TILE, part.rank - j > TILE ? 2 : 1};
+      if (j < part.rank) {
+        zero_sums();
+        multiply(shape, x, rows, (const char*)turned, nullptr, blocks * TILE, {nullptr, 0});
+        store_sums(shape, sums, NT);
+      }
       for (long r = 0; r < rows; r++)
         for (int c = 0; c < NT; c += L)
-          store(z + r * ldz + s * stride + j + c, j < part.rank ? narrow(load<vf>(sums.at + r * Sums::STRIDE + c)) : vh{});
+          store(z + r * ldz + s * stride + j + c, j + c < part.rank ? narrow(load<vf>(sums + r * NT + c)) : vh{});
     }
   }
 }
@@ -155,40 +149,54 @@ static void project_rows(const Lora& call, const Segment& segment, long, const F
 // What adapters add to one weight tile: B of the last one that was met, interleaved.
 class Deltas {
  public:
-  void multiply(const Delta& delta, long rows, Sums& sums) {
-    if (delta.B != known_) {
-      known_ = delta.B;
-      const long blocks = (delta.rank + RANKS - 1) / RANKS;
-      pairs_ = room().take<uint32_t>(blocks * TILE * NT);
-      for (long b = 0; b < blocks; b++)
-        interleave(delta.B + b * RANKS * delta.O, delta.rank - b * RANKS, delta.O, pairs_ + b * TILE * NT);
-      fence_tiles();
-    }
-    zero_sums();
-    const bool is_tall = rows > TILE;
+  void add(const Delta& delta, const Shape& shape) {
+    if (delta.B != known_) interleave_all(delta);
     for (long j = 0, b = 0; j < delta.rank; j += RANKS, b++)
-      multiply_block(is_tall, delta.z + j, delta.ldz * sizeof(Z), (const char*)(pairs_ + b * TILE * NT), nullptr);
-    store_sums(is_tall, false, sums.at, Sums::STRIDE);
+      multiply_block(shape, delta.z + j, delta.ldz * sizeof(Z), (const char*)(pairs_ + b * TILE * NT), nullptr);
   }
 
  private:
-  static Scratch& room() { static thread_local Scratch each; return each; }
+  void interleave_all(const Delta& delta) {
+    static thread_local Scratch room;
+    const long blocks = (delta.rank + RANKS - 1) / RANKS;
+    pairs_ = room.take<uint32_t>(blocks * TILE * NT);
+    for (long b = 0; b < blocks; b++)
+      interleave(delta.B + b * RANKS * delta.O, delta.rank - b * RANKS, delta.O, pairs_ + b * TILE * NT);
+    known_ = delta.B;
+    fence_tiles();
+  }
   const bf16* known_ = nullptr;
   uint32_t* pairs_ = nullptr;
 };
 
-// (W·x + b) + B·z, as the adapter's sum would be added afterwards, for at most `width` columns.
-static void write(const Sums& sums, const Sums* deltas, long rows, long width, const Out& out, long row) {
-  for (long c = 0; c < std::min(width, out.num_columns); c += L) {
-    const __mmask16 mask = __mmask16((1u << std::min<long>(L, out.num_columns - c)) - 1);
-    const vf bias = out.bias ? (vf)_mm512_maskz_loadu_ps(mask, out.bias + c) : vf{};
-    for (long r = 0; r < rows; r++) {
-      vf each = load<vf>(sums.at + r * Sums::STRIDE + c);
-      if (out.bias) each += bias;
-      if (deltas) each += load<vf>(deltas->at + r * Sums::STRIDE + c);
-      _mm512_mask_storeu_ps(out.data + (row + r) * out.stride + c, mask, (__m512)each);
-    }
+// Sums begin with the bias of the columns.
+static void begin_sums(const Shape& shape, const float* bias, long num_columns) {
+  alignas(64) float rows[TILE * 2 * NT];
+  for (int c = 0; c < shape.columns * TILE; c += L) {
+    const vf each = (vf)_mm512_maskz_loadu_ps(columns_left(num_columns - c), bias + c);
+    for (int r = 0; r < TILE; r++) store(rows + r * 2 * NT + c, each);
   }
+  fence_tiles();
+  constexpr long bytes = 2 * NT * 4;
+  _tile_loadd(0, rows, bytes);
+  _tile_loadd(1, rows + TILE, bytes);
+  if (shape.is_tall) {
+    _tile_loadd(2, rows, bytes);
+    _tile_loadd(3, rows + TILE, bytes);
+  } else if (shape.columns > 2) {
+    _tile_loadd(2, rows + 2 * TILE, bytes);
+    _tile_loadd(3, rows + 3 * TILE, bytes);
+  }
+}
+
+// Sums of less columns than the tiles have.
+static void store_some(const Shape& shape, long rows, const Out& out, long row) {
+  alignas(64) float sums[ROWS_TOGETHER * NT * 2];
+  store_sums(shape, sums, 2 * NT);
+  for (long r = 0; r < rows; r++)
+    for (int c = 0; c < shape.columns * TILE; c += L)
+      _mm512_mask_storeu_ps(out.data + (row + r) * out.stride + c, columns_left(out.num_columns - c),
+                            (__m512)load<vf>(sums + r * 2 * NT + c));
 }
 
 // All rows against weight tiles [first, last). A tile is read from memory once and meets all rows while it is in the cache;
@@ -199,7 +207,6 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
   const bool is_few = job.num_parts == 1 && job.size(0) <= TILE;
   TileShapes shapes;
   Deltas deltas;
-  Sums sums, added;
   long num = 1, shaped = 0;
   for (long t = first; t < last; t += num) {
     const char* tile = w.data + t * bytes;
@@ -207,21 +214,19 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
     num = is_few && t + 2 <= last && !job.parts[0].segment ? 2 : 1;
     const long lines = is_few ? UNROLL * 4 * NT / 64 : (bytes / 64 + steps * job.num_parts - 1) / (steps * job.num_parts);
     for (long part = 0; part < job.num_parts; part++) {
-      const long rows = job.size(part), done = part * steps * lines * 64;
+      const long rows = job.size(part), row = job.parts[part].start, done = part * steps * lines * 64;
       if (rows != shaped) shape_rows(shapes, shaped = rows);
       const Ahead ahead = is_few ? Ahead{tile + NEAR, int(lines)}
                                  : Ahead{tile + bytes + done, t + 1 < last && done < bytes ? int(lines) : 0};
-      const Form::Pair* x = job.x + job.before(part) * blocks * TILE;
-      const char* beside = num == 2 ? tile + bytes : nullptr;
-      const long row = job.parts[part].start;
+      const Shape shape{rows > TILE, int(2 * num)};
+      if (to.bias) begin_sums(shape, to.bias, to.num_columns);
+      else zero_sums();
+      multiply(shape, job.x + job.before(part) * blocks * TILE, rows, tile, num == 2 ? tile + bytes : nullptr, job.pairs,
+               ahead);
       const Delta delta = job.delta(part, t * NT);
-      if (!out.bias && !delta.rank && to.num_columns >= num * NT) {
-        multiply(x, rows, tile, beside, job.pairs, ahead, to.data + row * to.stride, to.stride);
-        continue;
-      }
-      multiply(x, rows, tile, beside, job.pairs, ahead, sums.at, Sums::STRIDE);
-      if (delta.rank) deltas.multiply(delta, rows, added);
-      write(sums, delta.rank ? &added : nullptr, rows, num * NT, to, row);
+      if (delta.rank) deltas.add(delta, shape);
+      if (to.num_columns >= num * NT) store_sums(shape, to.data + row * to.stride, to.stride);
+      else store_some(shape, rows, to, row);
     }
   }
 }

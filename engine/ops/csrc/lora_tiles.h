@@ -100,10 +100,12 @@ INLINE void add_terms(vf (&sums)[R][V], const float* z, long ldz, const bf16* B,
 
 template <int R, int V>
 INLINE void expand_columns(float* y, long ldy, const float* z, long ldz, const bf16* B, long rank, long O, Wanted& wanted) {
-  vf sums[R][V] = {};
+  vf sums[R][V];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) sums[r][v] = load<vf>(y + r * ldy + v * L);
   add_terms<R, V>(sums, z, ldz, B, rank, O, wanted);
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store(y + r * ldy + v * L, load<vf>(y + r * ldy + v * L) + sums[r][v]);
+    for (int v = 0; v < V; v++) store(y + r * ldy + v * L, sums[r][v]);
 }
 
 // y[row] += Bᵀ·z[row] for R rows, B [rank, O].
