@@ -1,7 +1,7 @@
 // Batched LoRA by matrix tiles. Knows no linear.
 //
-// A few rows of one adapter: A as it lies in memory is the left side, the rows turned to columns the right one; what B adds
-// comes from vectors, in the order of a tile. Many rows: A is turned once, B is interleaved, rows stay rows.
+// A few rows of one adapter: A as it lies in memory is the left side, the rows turned to columns the right one. Many rows: A
+// is turned once, rows stay rows. B is interleaved; for a single row vectors add it, in the order of a tile.
 #pragma once
 
 #include "lora_call.h"
@@ -18,20 +18,38 @@ typedef bf16 Z;  // A·x as B is multiplied with it; zeros behind the rank
 INLINE long z_stride(const Lora& call) { return (call.max_rank + RANKS - 1) / RANKS * RANKS; }
 INLINE long num_blocks(long H) { return (H + 2 * TILE - 1) / (2 * TILE); }
 
+// Rows [0, RANKS) of B become pairs, for WIDE_TILE columns: zeros behind `rank`.
+static void interleave(const bf16* B, long rank, long O, uint32_t* out) {
+  alignas(64) static constexpr uint16_t FIRST[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_load_si512(FIRST), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  for (long j = 0; j < RANKS; j += 2, out += WIDE_TILE) {
+    const __m512i even = j < rank ? (__m512i)load<vu>(B + j * O) : _mm512_setzero_si512();
+    const __m512i odd = j + 1 < rank ? (__m512i)load<vu>(B + (j + 1) * O) : _mm512_setzero_si512();
+    store(out, _mm512_permutex2var_epi16(even, first, odd));
+    store(out + L, _mm512_permutex2var_epi16(even, second, odd));
+  }
+}
+
 // ------------------------------------------------------------------------------------------------- few rows
 
-// The pairs of `count` rows as columns: [blocks · TILE][count]. `room` holds them as rows.
+// From one pair of turned rows to the next.
+INLINE int turned_stride(int count) { return count == 1 || count > 4 ? count : 4; }
+
+// The pairs of `count` rows as columns: [blocks · TILE][turned_stride]. `room` holds them as rows.
 INLINE void turn_rows(const float* x, long ldx, int count, long H, uint32_t* room, uint32_t* out) {
   const long pairs = num_blocks(H) * TILE;
   if (count == 1) return to_pairs(x, H, BLOCK_PAIRS, out);
   for (int r = 0; r < count; r++) to_pairs(x + r * ldx, H, BLOCK_PAIRS, room + r * pairs);
-  for (long k = 0; k < pairs; k += TILE) transpose(room + k, pairs, count, out + k * count, count);
+  for (long k = 0; k < pairs; k += TILE)
+    if (count <= 4) transpose_four(room + k, pairs, count, out + k * 4);
+    else transpose(room + k, pairs, count, out + k * count, count);
 }
 
 // z[row][rank] = A·x for `count` turned rows, rounded to bf16. A [rank, H]: 32 of its rows at once, tiles 4 and 5; their
 // sums are tiles 0 and 1.
-static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank, long H, float* z, long ldz, Wanted wanted) {
-  const long blocks = num_blocks(H), whole = H / (2 * TILE), stride = H * 2;
+static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank, long H, Z* z, long ldz, Wanted wanted) {
+  const long blocks = num_blocks(H), whole = H / (2 * TILE), stride = H * 2, x_stride = turned_stride(count);
   alignas(64) float sums[2 * TILE * TILE];
   alignas(64) bf16 end[2 * TILE * 2 * TILE];
   TileShapes shapes;
@@ -46,7 +64,7 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
     const bf16* rows = A + j * H;
     for (long b = 0; b < whole; b++) {
       Wanted::step(wanted);
-      _tile_loadd(6, x + b * TILE * count, 4 * count);
+      _tile_loadd(6, x + b * TILE * x_stride, 4 * x_stride);
       _tile_loadd(4, rows + b * 2 * TILE, stride);
       _tile_dpbf16ps(0, 4, 6);
       if (!second) continue;
@@ -58,7 +76,7 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
       std::memset(end, 0, sizeof end);
       for (int r = 0; r < first + second; r++) std::memcpy(end + r * 2 * TILE, rows + r * H + whole * 2 * TILE, left * 2);
       fence_tiles();
-      _tile_loadd(6, x + whole * TILE * count, 4 * count);
+      _tile_loadd(6, x + whole * TILE * x_stride, 4 * x_stride);
       _tile_loadd(4, end, TILE_BYTES);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(5, end + TILE * 2 * TILE, TILE_BYTES);
@@ -66,93 +84,89 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
     }
     _tile_stored(0, sums, 4 * count);
     if (second) _tile_stored(1, sums + TILE * count, 4 * count);
-    for (int i = 0; i < first + second; i++)
-      for (int r = 0; r < count; r++) z[r * ldz + j + i] = widen(narrow(sums[i * count + r]));
+    for (int r = 0; r < count; r++)
+      for (int i = 0; i < RANKS; i++) z[r * ldz + j + i] = i < first + second ? narrow(sums[i * count + r]) : bf16(0);
   }
 }
 
-// sums[row][0 .. V·L) += what a tile would add for R rows: sum over j of z[row][j] · B[j].
-template <int R, int V>
-INLINE void add_terms(vf (&sums)[R][V], const float* z, long ldz, const bf16* B, long rank, long O, Wanted& wanted) {
+// y[0 .. V·L) += what a tile would add: sum over j of z[j] · B[j].
+template <int V>
+INLINE void expand_columns(float* y, const float* z, const bf16* B, long rank, long O, Wanted& wanted) {
+  vf sums[V];
+  for (int v = 0; v < V; v++) sums[v] = load<vf>(y + v * L);
   for (long first = 0; first < rank; first += RANKS) {
-    vf even[R][V] = {}, odd[R][V] = {};
-    const auto add = [&](vf (&to)[R][V], long j) __attribute__((always_inline)) {
-      vf b[V];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) b[v] = widen(load<vh>(B + j * O + v * L));
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) to[r][v] += z[r * ldz + j] * b[v];
-    };
-    const long last = std::min(rank, first + RANKS);
-    for (long j = first; j < last; j += 2) {
-      Wanted::step(wanted);
-      add(even, j);
-      if (j + 1 < last) add(odd, j + 1);
+    vf terms[2][V] = {};  // even ones, odd ones
+    for (long j = first; j < std::min(rank, first + RANKS); j++) {
+      if (j % 2 == 0) Wanted::step(wanted);
+      for (int v = 0; v < V; v++) terms[j % 2][v] += z[j] * widen(load<vh>(B + j * O + v * L));
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sums[r][v] += even[r][v] + odd[r][v];
+    for (int v = 0; v < V; v++) sums[v] += terms[0][v] + terms[1][v];
+  }
+  for (int v = 0; v < V; v++) store(y + v * L, sums[v]);
+}
+
+// y += Bᵀ·z for one row, from column `first` on. B [rank, O].
+static void expand_row(float* y, const Z* z, const bf16* B, long rank, long O, long first, Wanted wanted) {
+  static thread_local Scratch room;
+  float* wide = room.take<float>(rank);
+  for (long j = 0; j < rank; j++) wide[j] = widen(z[j]);
+  long o = first;
+  for (; o + 4 * L <= O; o += 4 * L) expand_columns<4>(y + o, wide, B + o, rank, O, wanted);
+  for (; o + L <= O; o += L) expand_columns<1>(y + o, wide, B + o, rank, O, wanted);
+  for (; o < O; o++) {
+    float total = 0.0f;
+    for (long j = 0; j < rank; j++) total += wide[j] * widen(B[j * O + o]);
+    y[o] += total;
   }
 }
 
-template <int R, int V>
-INLINE void expand_columns(float* y, long ldy, const float* z, long ldz, const bf16* B, long rank, long O, Wanted& wanted) {
-  vf sums[R][V];
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) sums[r][v] = load<vf>(y + r * ldy + v * L);
-  add_terms<R, V>(sums, z, ldz, B, rank, O, wanted);
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++) store(y + r * ldy + v * L, sums[r][v]);
-}
-
-// y[row] += Bᵀ·z[row] for R rows, B [rank, O].
-template <int R>
-static void expand_rows(float* y, long ldy, const float* z, long ldz, const bf16* B, long rank, long O, Wanted wanted) {
-  constexpr int V = R == 1 ? 4 : 2;
+// y[row] += Bᵀ·z[row] for `count` rows.
+static void expand_tiles(float* y, long ldy, int count, const Z* z, long ldz, const bf16* B, long rank, long O,
+                         Wanted wanted) {
+  alignas(64) uint32_t pairs[TILE * WIDE_TILE];
+  TileShapes shapes;
+  for (int tile : {0, 1, 4}) shapes.set(tile, count);
+  for (int tile : {6, 7}) shapes.set(tile, TILE);
+  shapes.use();
   long o = 0;
-  for (; o + V * L <= O; o += V * L) expand_columns<R, V>(y + o, ldy, z, ldz, B + o, rank, O, wanted);
-  for (; o + L <= O; o += L) expand_columns<R, 1>(y + o, ldy, z, ldz, B + o, rank, O, wanted);
-  for (; o < O; o++)
-    for (int r = 0; r < R; r++) {
-      float total = 0.0f;
-      for (long j = 0; j < rank; j++) total += z[r * ldz + j] * widen(B[j * O + o]);
-      y[r * ldy + o] += total;
+  for (; o + WIDE_TILE <= O; o += WIDE_TILE) {
+    _tile_loadd(0, y + o, ldy * 4);
+    _tile_loadd(1, y + o + TILE, ldy * 4);
+    for (long j = 0; j < rank; j += RANKS) {
+      Wanted::step(wanted);
+      fence_tiles();
+      interleave(B + j * O + o, rank - j, O, pairs);
+      fence_tiles();
+      _tile_loadd(4, z + j, ldz * sizeof(Z));
+      _tile_loadd(6, pairs, 4 * WIDE_TILE);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, pairs + TILE, 4 * WIDE_TILE);
+      _tile_dpbf16ps(1, 4, 7);
     }
-}
-
-static void expand_any(float* y, long ldy, int count, const float* z, long ldz, const bf16* B, long rank, long O,
-                       Wanted wanted) {
-  for (int r = 0; r < count; r += 4, wanted = {}) {
-    float* to = y + r * ldy;
-    const float* from = z + r * ldz;
-    switch (count - r) {
-      case 1: expand_rows<1>(to, ldy, from, ldz, B, rank, O, wanted); break;
-      case 2: expand_rows<2>(to, ldy, from, ldz, B, rank, O, wanted); break;
-      case 3: expand_rows<3>(to, ldy, from, ldz, B, rank, O, wanted); break;
-      default: expand_rows<4>(to, ldy, from, ldz, B, rank, O, wanted);
-    }
+    _tile_stored(0, y + o, ldy * 4);
+    _tile_stored(1, y + o + TILE, ldy * 4);
   }
+  for (int r = 0; r < count && o < O; r++) expand_row(y + r * ldy, z + r * ldz, B, rank, O, o, {});
 }
 
 // `count` rows of one adapter, at most LORA_TOGETHER. `after`: the part that this thread is likely to meet next.
 static void adapt(const Lora& call, const Segment& segment, long row, int count, const Part& after) {
   static thread_local Scratch x_room, row_room, z_room;
   const long pairs = num_blocks(call.H) * TILE, ldz = z_stride(call);
-  uint32_t* x = x_room.take<uint32_t>(pairs * count + TILE);
+  uint32_t* x = x_room.take<uint32_t>(pairs * turned_stride(count) + TILE);
   turn_rows(call.x + row * call.ldx, call.ldx, count, call.H, row_room.take<uint32_t>(pairs * count), x);
-  float* z = z_room.take<float>(count * ldz);
+  Z* z = z_room.take<Z>(count * ldz);
   for (long s = 0; s < call.num_slices; s++) {
     const Part part(call, segment, s), next = s + 1 < call.num_slices ? Part(call, segment, s + 1) : after;
     float* y = call.y + row * call.ldy + call.slices[s].first;
     if (part.rank) {
       const long rank = part.rank, O = part.O;
       const Wanted b(part.B, rank * O * 2, (rank + RANKS - 1) / RANKS * (call.H / (2 * TILE)));
-      const Wanted a(next.A, next.rank * call.H * 2, (rank + 1) / 2 * (O / ((count == 1 ? 4 : 2) * L)));
+      const long steps = count == 1 ? (rank + 1) / 2 * (O / (4 * L)) : (rank + RANKS - 1) / RANKS * (O / WIDE_TILE);
+      const Wanted a(next.A, next.rank * call.H * 2, steps);
       shrink_tiles(x, count, part.A, rank, call.H, z, ldz, b);
-      expand_any(y, call.ldy, count, z, ldz, part.B, rank, O, a);
+      if (count == 1) expand_row(y, z, part.B, rank, O, 0, a);
+      else expand_tiles(y, call.ldy, count, z, ldz, part.B, rank, O, a);
     }
     rescale(segment, part, y, call.ldy, count);
   }
@@ -178,18 +192,5 @@ static void turn_A(const bf16* A, long rank, long H, uint32_t* out) {
       if (b < whole) transpose(from, H, rows, to, WIDE_TILE);
       else transpose(end, 2 * TILE, rows, to, WIDE_TILE);
     }
-  }
-}
-
-// Rows [0, RANKS) of B become pairs, for WIDE_TILE columns: zeros behind `rank`.
-static void interleave(const bf16* B, long rank, long O, uint32_t* out) {
-  alignas(64) static constexpr uint16_t FIRST[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i first = _mm512_load_si512(FIRST), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  for (long j = 0; j < RANKS; j += 2, out += WIDE_TILE) {
-    const __m512i even = j < rank ? (__m512i)load<vu>(B + j * O) : _mm512_setzero_si512();
-    const __m512i odd = j + 1 < rank ? (__m512i)load<vu>(B + (j + 1) * O) : _mm512_setzero_si512();
-    store(out, _mm512_permutex2var_epi16(even, first, odd));
-    store(out + L, _mm512_permutex2var_epi16(even, second, odd));
   }
 }

@@ -73,4 +73,20 @@ template <class T> INLINE void transpose(const T* from, long stride, int rows, u
   for (int r = 0; r < TILE; r++) store(to + r * to_stride, v[r]);
 }
 
+// The same for at most four rows: to[c][r], four elements a row.
+INLINE void transpose_four(const uint32_t* from, long stride, int rows, uint32_t* to) {
+  const auto row = [&](int r) { return r < rows ? (__m512i)load<vu>(from + r * stride) : _mm512_setzero_si512(); };
+  const __m512i a = row(0), b = row(1), c = row(2), d = row(3);
+  const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+  const __m512i low2 = _mm512_unpacklo_epi32(c, d), high2 = _mm512_unpackhi_epi32(c, d);
+  const __m512i u0 = _mm512_unpacklo_epi64(low, low2), u1 = _mm512_unpackhi_epi64(low, low2);  // column 4q + 0, + 1 in
+  const __m512i u2 = _mm512_unpacklo_epi64(high, high2), u3 = _mm512_unpackhi_epi64(high, high2);  // each quarter q
+  const __m512i left = _mm512_shuffle_i32x4(u0, u1, 0x44), right = _mm512_shuffle_i32x4(u0, u1, 0xee);
+  const __m512i left2 = _mm512_shuffle_i32x4(u2, u3, 0x44), right2 = _mm512_shuffle_i32x4(u2, u3, 0xee);
+  store(to, _mm512_shuffle_i32x4(left, left2, 0x88));
+  store(to + TILE, _mm512_shuffle_i32x4(left, left2, 0xdd));
+  store(to + 2 * TILE, _mm512_shuffle_i32x4(right, right2, 0x88));
+  store(to + 3 * TILE, _mm512_shuffle_i32x4(right, right2, 0xdd));
+}
+
 #endif
