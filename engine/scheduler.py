@@ -171,7 +171,9 @@ class Scheduler:
         try:
             return self.lanes.enter(message.lane, message.priority, message.weight)
         except LaneFull:
-            raise Refused("lane_full", "too many requests of yours wait already", RETRY_AFTER_S) from None
+            limit = self.lanes.max_waiting_per_lane
+            numbers = f"Limit {limit}, Used {limit}, Requested 1"
+            raise Refused("lane_full", f"Too many of your requests wait already: {numbers}.", RETRY_AFTER_S) from None
 
     def _start(self, request: Request, now: float) -> None:
         message = request.message

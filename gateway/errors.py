@@ -9,7 +9,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -147,6 +147,12 @@ def _from_engine(error: EngineError) -> ApiError:
     retryable = status in (429, 503)
     headers = retry_headers(error.retry_after_s or 1.0) if retryable else {}
     return ApiError(status, error.message, kind, code, error.param, headers)
+
+
+def limited(error: EngineError, windows: Mapping[str, Window]) -> ApiError:
+    """An engine's limit, told as the tenant's own are."""
+    answer = _from_engine(error)
+    return replace(answer, headers={**rate_headers(windows), **answer.headers})
 
 
 def _from_model(error: ModelNotFound) -> ApiError:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.params import SamplingParams
-from engine.protocol import Generate, Ready
+from engine.protocol import EngineError, Generate, Ready
 from engine.text import Tokenizer
 from gateway.answer import Answer, Ask
+from gateway.errors import limited
 from gateway.metrics import Metrics
 from gateway.models import Model, ModelTable
 from gateway.profiles import Profiles
@@ -107,6 +108,8 @@ class Inference:
         except BaseException as error:
             answer.failed(error)
             await answer.aclose()
+            if isinstance(error, EngineError) and error.code == "lane_full":
+                raise limited(error, hold.windows) from error
             raise
         return answer
 

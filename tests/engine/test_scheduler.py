@@ -112,6 +112,7 @@ def test_queue_caps() -> None:
     rig.add("2", prompt(5), None, lane="a")
     full = refusal(rig, prompt(5), None, lane="a")
     assert (full.code, full.retry_after_s) == ("lane_full", 1.0)
+    assert "Limit 2, Used 2, Requested 1" in full.message
     rig.add("3", prompt(5), None, lane="b")
     full = refusal(rig, prompt(5), None, lane="c")
     assert (full.code, full.retry_after_s) == ("queue_full", 1.0)

@@ -241,6 +241,8 @@ async def test_refusals_of_the_engine(
         assert error_of(answer)["code"] == code
         if status in (429, 503):
             assert int(answer.headers["retry-after"]) >= 1
+        if status == 429:
+            assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
     script.error = None
     good = await client.post(PATH, json=chat(max_tokens=5))
     assert remaining(good, "tokens") > 99_000
