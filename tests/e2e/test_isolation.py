@@ -3,6 +3,7 @@ the answer is the one that a random name gets."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,10 @@ def two(serving: ChorusProcess, tiny_llama: Path, tmp_path_factory: pytest.TempP
     with client(serving, keys["A"]) as owner, client(serving, keys["B"]) as stranger:
         adapter = owner.post("/v1/adapters", files=files_of(path), data={"name": "secret"}).json()
         answer = owner.post("/v1/responses", json={"model": "secret", "input": "hi", "max_output_tokens": 16}).json()
+        for _ in range(200):  # the day of its last use comes with the ledger's entry
+            if owner.get("/v1/adapters/secret").json()["last_used_on"]:
+                break
+            time.sleep(0.05)
         talk = owner.post("/v1/conversations", json={"items": [{"role": "user", "content": "hello"}]}).json()
         (item,) = owner.get(f"/v1/conversations/{talk['id']}/items").json()["data"]
         ids = {
