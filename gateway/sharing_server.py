@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 
 import uvicorn
 
 from gateway.acceptor import Acceptor, Connections, Tally
 from gateway.http_guard import GuardedProtocol
-
-ENDING_S = 2.0
-"""So long what is cancelled at the end of the grace may tell its clients so and settle what it used, before the
-application ends."""
 
 
 class SharingServer(uvicorn.Server):
@@ -33,14 +28,6 @@ class SharingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for acceptor in self._acceptors:
             acceptor.close()
-        end = self.lifespan.shutdown
-
-        async def end_after_requests() -> None:
-            if self.server_state.tasks:
-                await asyncio.wait(set(self.server_state.tasks), timeout=ENDING_S)
-            await end()
-
-        self.lifespan.shutdown = end_after_requests
         await super().shutdown(sockets=sockets)
 
     def _protocol(self) -> GuardedProtocol:
