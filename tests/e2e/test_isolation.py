@@ -78,6 +78,8 @@ def two(serving: ChorusProcess, tiny_llama: Path, tmp_path_factory: pytest.TempP
             if owner.get("/v1/adapters/secret").json()["last_used_on"]:
                 break
             time.sleep(0.05)
+        else:
+            pytest.fail("the ledger never told of A's own use")
         talk = owner.post("/v1/conversations", json={"items": [{"role": "user", "content": "hello"}]}).json()
         (item,) = owner.get(f"/v1/conversations/{talk['id']}/items").json()["data"]
         ids = {
