@@ -5,8 +5,9 @@ PostgreSQL; keys, limits and ledger on. One line of JSON per measurement.
                             [--database URL|postgresql] [--soak SECONDS] [--floor REQ_S] [--litellm PATH/TO/litellm]
 
     plain     non-stream chats of 8 tokens, no two of them equal, as fast as they go
-    half      the same at half that rate, when they become due and not when others have ended: the added latency, from
-              the request's bytes to the answer's last ones (the engine's own way included)
+    half      the same at half of the claimed rate (1,500), when they become due and not when others have ended: the added
+              latency, from the request's bytes to the answer's last ones (the engine's own way included)
+    own_half  the same at half of the rate of `plain`; both begin when the ledger has caught up with what came before
     burst     streams of 64 tokens that are there at once: events per second
     stream    five times as many streams of 64 tokens, one every 20 ms: what an event costs that is sent alone
     soak      with --soak, plain chats at a quarter of the rate for so long: memory of the workers, ten times on the way
@@ -47,11 +48,15 @@ from bench.meter import NUM_CORES, Meter, descendants, rss_mb
 from engine.model.config import ModelConfig
 from gateway.acceptor import Tally
 from gateway.settings import Settings
+from tenants.slots import TenantSlot
+from tenants.state import connect
 
 DEMO_MODEL = Path(__file__).parent.parent / "data" / "models" / "smollm2-135m-instruct"
 ADMIN_KEY = "an-admin-key-for-the-bench"
 MESSAGES = [{"role": "user", "content": "Tell me about the sea, in one sentence."}]
 NUM_DIFFERENT = 997
+TENANT = "bench"
+CLAIMED_RATE = 1500
 CLIENT_NICE = -10
 """The load generator goes first, as if it were on a machine of its own: else its own waiting would be the tail."""
 
@@ -101,6 +106,13 @@ class Served:
     port: int
     key: str
     parts: dict[str, list[int]]
+    redis_url: str = ""
+
+    async def ledger_written(self) -> None:
+        """Returns when every entry of the ledger is where it belongs."""
+        async with contextlib.aclosing(connect(self.redis_url)) as redis:
+            while await redis.xlen(TenantSlot(TENANT).usage):
+                await asyncio.sleep(0.2)
 
     def post(self, **more: object) -> list[bytes]:
         """Requests, no two of them equal."""
@@ -164,7 +176,8 @@ async def _served(options: argparse.Namespace, redis: str, own: dict[str, object
         ]
         await answers(port, "/readyz")
         key = await _key(port)
-        yield Served(port, key, {"gateway": workers, "redis": [store.pid], "engine": [engine.pid]})
+        yield Served(port, key, {"gateway": workers, "redis": [store.pid], "engine": [engine.pid]},
+                     f"unix://{redis}")  # fmt: skip
 
 
 async def _key(port: int) -> str:
@@ -172,8 +185,8 @@ async def _key(port: int) -> str:
     limits = {"requests_per_minute": 10**9, "tokens_per_minute": 10**12, "concurrency": 10**6}
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {ADMIN_KEY}"}) as client:
         url = f"http://127.0.0.1:{port}/admin/v1/tenants"
-        (await client.post(url, json={"id": "bench", "limits": limits})).raise_for_status()
-        made = await client.post(f"{url}/bench/keys", json={"name": "bench", "limits": limits})
+        (await client.post(url, json={"id": TENANT, "limits": limits})).raise_for_status()
+        made = await client.post(f"{url}/{TENANT}/keys", json={"name": "bench", "limits": limits})
         made.raise_for_status()
         return str(made.json()["key"])
 
@@ -234,7 +247,9 @@ async def measure(options: argparse.Namespace) -> int:
             await load(served.port, served.post(max_tokens=8), connections=options.connections, seconds=2)
             before = rss_mb(served.parts["gateway"])
             full = await measured("plain", served, options)
-            await measured("half", served, options, rate=full.rate / 2)
+            for name, rate in {"half": CLAIMED_RATE / 2, "own_half": full.rate / 2}.items():
+                await served.ledger_written()
+                await measured(name, served, options, rate=rate)
             await measured("burst", served, options)
             await measured("stream", served, options, connections=5 * options.connections)
             report("rss", mb_before=before, mb_after=rss_mb(served.parts["gateway"]))

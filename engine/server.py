@@ -6,12 +6,12 @@ answering when the step loop itself has not moved for `STALL_S`. Only the step l
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import os
 import queue
 import secrets
+import select
 import signal
 import socket
 import stat
@@ -67,14 +67,15 @@ _decoder = msgspec.msgpack.Decoder(ToEngine)
 
 
 class Link:
-    """The ROUTER socket in its own thread. `inbox` holds (worker, message); `send` is safe from any thread."""
+    """The ROUTER socket and a thread that reads it. `inbox` holds (worker, message); `send` is safe from any thread, and
+    sends in that thread: the reader would have to be woken for it, twice for every step."""
 
     def __init__(self, endpoint: str, key: str | None, ready: Ready) -> None:
         check_endpoint(endpoint, key)
         self.inbox: queue.SimpleQueue[tuple[bytes, ToEngine | None]] = queue.SimpleQueue()
         self.moved_at = time.monotonic()
         self._ready = _encode(ready)
-        self._outbox: collections.deque[tuple[bytes, bytes]] = collections.deque()
+        self._lock = threading.Lock()  # the socket is for whoever holds it
         self._seen: dict[bytes, float] = {}
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)
@@ -87,19 +88,21 @@ class Link:
         self._thread.start()
 
     def send(self, worker: bytes, message: FromEngine) -> None:
-        self._outbox.append((worker, _encode(message)))
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it just as well
-            self._wake_w.send(b"x")
+        body = _encode(message)
+        with self._lock:
+            self._send(worker, body)
+            is_missed = not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN  # sending takes in what the descriptor would have said
+        if is_missed:
+            self._wake()
 
     @property
     def workers(self) -> list[bytes]:
         return list(self._seen)
 
     def close(self) -> None:
-        """Sends what is queued and ends the thread."""
+        """Ends the thread, and waits a little until what was sent has left."""
         self._stopping = True
-        with contextlib.suppress(BlockingIOError):
-            self._wake_w.send(b"x")
+        self._wake()
         self._thread.join(5)
         if self._auth is not None:
             self._auth.stop()
@@ -139,19 +142,21 @@ class Link:
                 path.chmod(0o600)
         return router
 
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it just as well
+            self._wake_w.send(b"x")
+
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(self._socket.FD, select.POLLIN)
+        poller.register(self._wake_r, select.POLLIN)
         while not self._stopping:
-            events = dict(poller.poll(500))
-            if self._wake_r.fileno() in events:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_r.recv(4096)
-            self._receive_all()
-            self._send_all()
-            self._forget_silent()
-        self._send_all()
+            with self._lock:
+                self._receive_all()
+                self._forget_silent()
+            poller.poll(500)
+            with contextlib.suppress(BlockingIOError):
+                self._wake_r.recv(4096)
 
     def _receive_all(self) -> None:
         while True:
@@ -168,20 +173,18 @@ class Link:
             is_new = worker not in self._seen
             self._seen[worker] = time.monotonic()
             if isinstance(message, Hello) or is_new:
-                self._outbox.append((worker, self._ready))
+                self._send(worker, self._ready)
             if isinstance(message, Ping):
                 if time.monotonic() - self.moved_at < STALL_S:
-                    self._outbox.append((worker, _encode(Pong())))
+                    self._send(worker, _encode(Pong()))
             elif not isinstance(message, Hello):
                 self.inbox.put((worker, message))
 
-    def _send_all(self) -> None:
-        while self._outbox:
-            worker, body = self._outbox.popleft()
-            try:
-                self._socket.send_multipart([worker, body], zmq.NOBLOCK)
-            except zmq.ZMQError:  # gone, or so slow that its queue is full: either way it lost chunks
-                self._drop(worker)
+    def _send(self, worker: bytes, body: bytes) -> None:
+        try:
+            self._socket.send_multipart([worker, body], zmq.NOBLOCK)
+        except zmq.ZMQError:  # gone, or so slow that its queue is full: either way it lost chunks
+            self._drop(worker)
 
     def _forget_silent(self) -> None:
         limit = time.monotonic() - WORKER_SILENCE_S

@@ -58,7 +58,6 @@ class TextStream:
         self._held = ""  # decoded, not delivered
         self._delivered = 0  # characters
         self._tokens: deque[tuple[TextToken, int]] = deque()  # not delivered, with where their text ends
-        self._incomplete = 0  # of those at the right end, how many wait for the rest of a character
 
     def push(self, chunk: Chunk) -> TextDelta:
         """Raises nothing: ids that have no token add no text."""
@@ -85,11 +84,8 @@ class TextStream:
         begin = self._delivered + len(self._held)
         text = self._utf8.decode(data)
         end = begin + len(text)
-        if text:
-            self._settle_incomplete(end)
         waits = bool(self._utf8.getstate()[0])
-        self._tokens.append((TextToken(token, begin, logprobs), end + waits))
-        self._incomplete += waits
+        self._tokens.append((TextToken(token, begin, logprobs), end + waits))  # it ends in the character to come
         self._held += text
         return self._search(text, end) if self.num_tokens >= self._params.min_tokens else None
 
@@ -107,13 +103,6 @@ class TextStream:
             self._at_start = False
             return self._tokenizer.trim_start(data)
         return data
-
-    def _settle_incomplete(self, end: int) -> None:
-        """The character that the last tokens waited for is complete: their text ends with it."""
-        for back in range(1, self._incomplete + 1):
-            token, _ = self._tokens[-back]
-            self._tokens[-back] = (token, min(token.offset + 1, end))
-        self._incomplete = 0
 
     def _search(self, text: str, end: int) -> str | None:
         if not self._matchers:
@@ -141,7 +130,6 @@ class TextStream:
             self._tokens[0][1] <= self._delivered or (self.finished and self._tokens[0][0].offset < self._delivered)
         ):
             tokens.append(self._tokens.popleft()[0])
-        self._incomplete = min(self._incomplete, len(self._tokens))
         return TextDelta(text, tuple(tokens), self.num_tokens)
 
 

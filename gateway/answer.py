@@ -195,6 +195,8 @@ class Answer:
             for generation in self._generations:
                 generation.close()
             self._closed = self._settle()
+            if self.hold.is_roomy:
+                return
         elif self._closed is None:
             self._closed = self._inference.finish(self._close())
         await asyncio.shield(self._closed)

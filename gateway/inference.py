@@ -109,7 +109,7 @@ class Inference:
             answer.failed(error)
             await answer.aclose()
             if isinstance(error, EngineError) and error.code == "lane_full":
-                raise limited(error, hold.windows) from error
+                raise limited(error, hold.windows_unused) from error
             raise
         return answer
 

@@ -6,7 +6,7 @@ QuotaExceeded      a limit refuses; nothing was consumed
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, NamedTuple
 
@@ -92,6 +92,10 @@ class Gate(NamedTuple):
         """Would it refuse, if it did not let everything through?"""
         return self.mode != "hard" and self.limit is not None and used + self.cost > self.limit
 
+    def is_half_taken(self, used: float) -> bool:
+        """Would more than half of it be taken with this request?"""
+        return self.mode == "hard" and self.limit is not None and 2 * (used + self.cost) > self.limit
+
     def retry_after_s(self, used: float) -> float | None:
         """Seconds until this would pass, if nothing else came; None = never, or only in the budget's next window."""
         if self.limit is None or self.cost > self.limit or self.is_budget:
@@ -118,10 +122,10 @@ def gates(tenant: Limits, key: Limits, model: Limits, tokens: int) -> list[Gate]
     return found
 
 
-def windows(passed: Sequence[Gate], used: Sequence[float]) -> dict[str, Window]:
+def windows(levels: Iterable[tuple[Gate, float]]) -> dict[str, Window]:
     """The tightest window of requests and of tokens per minute, of those that are enforced."""
     found: dict[str, Window] = {}
-    for gate, level in zip(passed, used, strict=True):
+    for gate, level in levels:
         dimension, period = _KINDS[gate.name]
         if period == "minute" and gate.mode == "hard":
             window = gate.window(level)
@@ -130,16 +134,15 @@ def windows(passed: Sequence[Gate], used: Sequence[float]) -> dict[str, Window]:
     return found
 
 
-def refusal(refused: Sequence[Gate], used: Sequence[float], now_s: float) -> QuotaExceeded:
+def refusal(levels: Sequence[tuple[Gate, float]], now_s: float) -> QuotaExceeded:
     """What to tell: the limit that takes longest to pass (never being longest), with the windows as they stand."""
 
     def wait_s(pair: tuple[Gate, float]) -> float:
         wait = pair[0].retry_after_s(pair[1])
         return math.inf if wait is None else wait
 
-    closed = [(gate, level) for gate, level in zip(refused, used, strict=True) if gate.refuses(level)]
-    gate, level = max(closed, key=wait_s)
-    return QuotaExceeded(gate, level, windows(refused, used), now_s)
+    gate, level = max([(gate, level) for gate, level in levels if gate.refuses(level)], key=wait_s)
+    return QuotaExceeded(gate, level, windows(levels), now_s)
 
 
 def until_next(period: Period, now_s: float) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
 
 from tenants.courses import Bucket
-from tenants.gates import Gate, Window
+from tenants.gates import Gate, Window, windows
 from tenants.slots import TenantSlot
 from tenants.usage import UsageRecord
 
@@ -29,7 +30,7 @@ class Hold:
     model       whose limits it is counted under
     tokens      reserved: prompt + what may come; top_up() adds to it
     ceiling     what it can come to at most
-    windows     "requests" and "tokens" → the tightest Window, absent if unlimited: for the response headers
+    passed      every limit that it passed, and how much of it others had taken
     exceeded    limits that let it through although it is above them: soft budgets, limits in shadow mode
     """
 
@@ -39,9 +40,24 @@ class Hold:
     ceiling: int
     buckets: list[Bucket]
     generation: int
-    windows: dict[str, Window] = field(default_factory=dict)
+    passed: Sequence[tuple[Gate, float]] = ()
     exceeded: list[Gate] = field(default_factory=list)
     completion_tokens: int = 0
+
+    @property
+    def windows(self) -> dict[str, Window]:
+        """The tightest of "requests" and "tokens", absent if unlimited: for the response headers."""
+        return windows([(gate, level + gate.cost) for gate, level in self.passed])
+
+    @property
+    def windows_unused(self) -> dict[str, Window]:
+        """The same when its tokens have been given back."""
+        return windows([(gate, level + (gate.dimension != "tokens")) for gate, level in self.passed])
+
+    @property
+    def is_roomy(self) -> bool:
+        """At most half of every limit was taken, with this one."""
+        return not any(gate.is_half_taken(level) for gate, level in self.passed)
 
     @property
     def used_tokens(self) -> int:

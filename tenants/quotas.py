@@ -25,7 +25,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from tenants.courses import Course, course_of
 from tenants.epochs import move
-from tenants.gates import QuotaExceeded, Window, refusal, windows
+from tenants.gates import QuotaExceeded, Window, refusal
 from tenants.holds import Blob, Hold
 from tenants.keys import Principal
 from tenants.slots import ACTIVE, LIFE, TenantSlot
@@ -82,7 +82,7 @@ class Quotas:
         record = record.cleaned()
         model = model or record.model.partition("@")[0]
         course = course_of(principal, model)
-        passed = course.gates_for(tokens)
+        gates = course.gates_for(tokens)
         hold = Hold(record, model, tokens, max(ceiling, tokens), course.buckets, self._redis.generation)
         if self._touched.get(principal.tenant_id, 0.0) < time.monotonic() - TOUCH_S:
             await self._touch(principal.tenant_id)
@@ -97,12 +97,12 @@ class Quotas:
             await self._settle(hold, None)
             raise Stale("Redis was restarted")
         self._kept.pop(record.attempt_id, None)
-        used = [float(value) for value in reply[2:]]
+        passed = [(gate, float(level)) for gate, level in zip(gates, reply[2:], strict=True)]
         if reply[0] == "refused":
-            raise refusal(passed, used, float(reply[1]) / 1e6)
-        hold.windows = windows(passed, [level + gate.cost for gate, level in zip(passed, used, strict=True)])
+            raise refusal(passed, float(reply[1]) / 1e6)
+        hold.passed = passed
         if course.lets_through:
-            hold.exceeded = [gate for gate, level in zip(passed, used, strict=True) if gate.exceeds(level)]
+            hold.exceeded = [gate for gate, level in passed if gate.exceeds(level)]
         for gate in hold.exceeded:
             log.info(
                 "tenant %s, key %s, model %s: above the %s limit of %s (%s: %d); let through",

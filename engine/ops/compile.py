@@ -87,6 +87,8 @@ def load_library(cache_dir: Path | None = None, instruction_set: InstructionSet 
         try:
             library = _open(each, cache_dir)
         except BuildError as error:  # an old compiler does not know the newest instructions
+            if instruction_set is None:
+                log.warning("no native operations for %s, the next best are tried: %s", each.name, error)
             problem = error
             continue
         if library.chorus_may_run() and (

@@ -24,8 +24,8 @@ async def test_every_measurement_is_reported(tiny_llama: Path, capsys: pytest.Ca
     assert await gateway.measure(options) == 0
 
     found = {line["bench"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert list(found) == ["plain", "half", "burst", "stream", "rss", "soak"]
-    for name in ("plain", "half", "burst", "stream"):
+    assert list(found) == ["plain", "half", "own_half", "burst", "stream", "rss", "soak"]
+    for name in ("plain", "half", "own_half", "burst", "stream"):
         assert set(found[name]["statuses"]) == {"200"}
         costs = found[name]["cpu_ms"]
         assert set(costs) == {"client", "gateway", "redis", "engine", "sum"}

@@ -172,10 +172,17 @@ async def test_closing_a_stream_aborts_it(endpoint: str, serve: Serve) -> None:
         assert not client._streams
 
 
-async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
+async def test_stopping_a_choice(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice that is stopped ends in the engine too; the stream goes on with the others to its end."""
     running = serve(endpoint)
     running.runner.leaves = threading.Semaphore(5)
+    abort, stopped = running.core.abort, list[int | None]()
+
+    def noted(request_id: str, choice: int | None = None) -> None:
+        stopped.append(choice)
+        abort(request_id, choice)
+
+    monkeypatch.setattr(running.core, "abort", noted)
     async with connected(endpoint) as client:
         await client.wait_ready(30)
         stream = await client.generate(ask(n=2, max_tokens=60))
@@ -184,7 +191,7 @@ async def test_stopping_a_choice(endpoint: str, serve: Serve) -> None:
             lengths[chunk.choice] += len(chunk.ids)
             if chunk.choice == 1 and chunk.start == 3:
                 stream.stop(1)
-                await until(lambda: running.link.inbox.qsize() > 0)
+                await until(lambda: running.link.inbox.qsize() > 0 or stopped)
                 running.runner.leaves.release(100)
 
         assert lengths[0] == 60

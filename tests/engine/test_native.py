@@ -265,8 +265,10 @@ def test_a_failing_compiler_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_what_an_old_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A processor newer than the compiler gets the best library that can be built."""
+def test_what_an_old_compiler_does_not_know_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A processor newer than the compiler gets the best library that can be built, and the log says so."""
     best, *others = native_build.supported()
     unknown = replace(best, name="unknown", flags=("-munknown-instructions",))
     monkeypatch.setattr(native_build, "supported", lambda: (unknown, best, *others))
@@ -274,6 +276,7 @@ def test_what_an_old_compiler_does_not_know_is_left_out(monkeypatch: pytest.Monk
     library = native_build.load_library(tmp_path)
 
     assert "unknown" not in library._name
+    assert "unknown" in caplog.text and "the next best" in caplog.text
     assert not list(tmp_path.glob("*unknown*"))
 
 

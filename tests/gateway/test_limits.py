@@ -175,13 +175,8 @@ async def test_concurrency_is_free_when_the_answer_ends(server: Live) -> None:
         assert (await client.post(PATH, json=chat(stream=stream))).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", BODIES)
-async def test_who_has_seen_the_end_has_a_free_place(
-    server: Live, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
-) -> None:
-    """T49: the end of an answer is told when its place has been given back, however long that takes: whichever worker
-    the client asks next lets it in."""
+def settle_late(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Future[None]]:
+    """→ the settlements under way."""
     settling, under_way = Quotas.settling, set[asyncio.Future[None]]()
 
     def late(quotas: Quotas, hold: Hold, record: UsageRecord) -> asyncio.Future[None]:
@@ -193,9 +188,39 @@ async def test_who_has_seen_the_end_has_a_free_place(
         under_way.add(task)
         return task
 
+    monkeypatch.setattr(Quotas, "settling", late)
+    return under_way
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"concurrency": 2, "tokens_per_minute": 100_000}])
+async def test_who_has_room_does_not_wait_for_the_settlement(
+    server: Live, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], stream: bool
+) -> None:
+    """While at most half of every limit is taken, the end is told when the settlement is on its way; it comes."""
+    tenant = f"room-{len(limits)}-{stream}".lower()
+    client = await limited(server, tenant, **limits)
+    under_way = settle_late(monkeypatch)
+
+    answer = await client.post(PATH, json=chat(stream=stream))
+
+    assert answer.status_code == 200
+    assert not any(task.done() for task in under_way)
+    await asyncio.gather(*under_way)
+    assert len(under_way) == 1
+    assert await server.num_leases(tenant) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_who_has_seen_the_end_has_a_free_place(
+    server: Live, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    """T49: the end of an answer is told when its place has been given back, however long that takes: whichever worker
+    the client asks next lets it in."""
     tenant = f"end-{len(path)}-{stream}".lower()
     client = await limited(server, tenant, concurrency=1)
-    monkeypatch.setattr(Quotas, "settling", late)
+    under_way = settle_late(monkeypatch)
 
     async with client.stream("POST", path, json=BODIES[path] | {"stream": stream}) as answer:
         assert answer.status_code == 200
@@ -243,6 +268,7 @@ async def test_refusals_of_the_engine(
             assert int(answer.headers["retry-after"]) >= 1
         if status == 429:
             assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
+            assert remaining(answer, "tokens") == 100_000, "its own tokens are given back"
     script.error = None
     good = await client.post(PATH, json=chat(max_tokens=5))
     assert remaining(good, "tokens") > 99_000

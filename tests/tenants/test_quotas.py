@@ -196,6 +196,27 @@ async def test_windows_for_headers(client: Client, quotas: Quotas) -> None:
     assert (await first_refusal(quotas, who)).windows["requests"].remaining == 0
 
 
+async def test_room_is_half_of_every_limit(client: Client, quotas: Quotas) -> None:
+    """With this request counted, and only where a limit is enforced."""
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"concurrency": 1}, False),
+        ({"concurrency": 2}, True),
+        ({"tokens_per_minute": 20}, True),
+        ({"tokens_per_minute": 19}, False),
+        ({"tokens_per_day": 19}, False),
+        ({"requests_per_minute": 1}, False),
+        ({"concurrency": 1, "shadow": ["concurrency"]}, True),
+    ]
+    for number, (limits, is_roomy) in enumerate(cases):
+        await client.flushall()
+        await prepare(client)
+
+        hold = await quotas.hold(principal(limits), attempt(f"room{number}"), 10)
+
+        assert hold.is_roomy is is_roomy, limits
+
+
 async def test_refill_is_continuous(client: Client, quotas: Quotas) -> None:
     """600 a minute are one every 100 ms, not 600 at the full minute."""
     who = principal({"requests_per_minute": 600})
