@@ -5,8 +5,8 @@ PostgreSQL; keys, limits and ledger on. One line of JSON per measurement.
                             [--database URL|postgresql] [--soak SECONDS] [--floor REQ_S] [--litellm PATH/TO/litellm]
 
     plain     non-stream chats of 8 tokens, no two of them equal, as fast as they go
-    half      the same at half of the claimed rate (1,500), when they become due and not when others have ended: the added
-              latency, from the request's bytes to the answer's last ones (the engine's own way included)
+    half      the same at half of the claimed rate (1,500), when they become due and not when others have ended: the
+              added latency, from the request's bytes to the answer's last ones (the engine's own way included)
     own_half  the same at half of the rate of `plain`; both begin when the ledger has caught up with what came before
     burst     streams of 64 tokens that are there at once: events per second
     stream    five times as many streams of 64 tokens, one every 20 ms: what an event costs that is sent alone
@@ -111,7 +111,7 @@ class Served:
     async def ledger_written(self) -> None:
         """Returns when every entry of the ledger is where it belongs."""
         async with contextlib.aclosing(connect(self.redis_url)) as redis:
-            while await redis.xlen(TenantSlot(TENANT).usage):
+            while await redis.xlen(TenantSlot(TENANT).usage):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.2)
 
     def post(self, **more: object) -> list[bytes]:

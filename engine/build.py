@@ -54,6 +54,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     calibration = _calibration(config, model_config, plan, ops)
     model = load_model(config.model, model_config, ops, plan.device, plan.quantization, calibration)
     cache = KVCache(model_config, plan.num_blocks, plan.block_size, ops.weight_dtype, plan.device)
+    cache.prefault()
     pool = BlockPool(plan.num_blocks, plan.block_size, config.enable_prefix_caching)
     tiers, host = build_tiers(config, plan, pool, cache)
     shape = model_config.base_shape()

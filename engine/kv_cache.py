@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
+from engine.prefault import Prefault
 
 
 class KVCache:
@@ -27,6 +28,16 @@ class KVCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.layers: list[Tensor] = [zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        self._prefault: Prefault | None = None
+
+    def prefault(self) -> None:
+        """Begins to make the memory real, first blocks first, so that no step has to. Until close()."""
+        if self.layers[0].device.type == "cpu":
+            self._prefault = Prefault([half for layer in self.layers for half in layer])
+
+    def close(self) -> None:
+        if self._prefault is not None:
+            self._prefault.close()
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies whole blocks, (source, destination) each, before anything of the step is written."""

@@ -67,8 +67,8 @@ _decoder = msgspec.msgpack.Decoder(ToEngine)
 
 
 class Link:
-    """The ROUTER socket and a thread that reads it. `inbox` holds (worker, message); `send` is safe from any thread, and
-    sends in that thread: the reader would have to be woken for it, twice for every step."""
+    """The ROUTER socket and a thread that reads it. `inbox` holds (worker, message); `send` is safe from any thread,
+    and sends in that thread: the reader would have to be woken for it, twice for every step."""
 
     def __init__(self, endpoint: str, key: str | None, ready: Ready) -> None:
         check_endpoint(endpoint, key)
@@ -91,7 +91,8 @@ class Link:
         body = _encode(message)
         with self._lock:
             self._send(worker, body)
-            is_missed = not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN  # sending takes in what the descriptor would have said
+            # Sending may have taken in what the descriptor would have said.
+            is_missed = not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
         if is_missed:
             self._wake()
 

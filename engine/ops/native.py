@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch, Ints
 from engine.ops import LoraSlices, Moments
 from engine.ops.compile import InstructionSet, load_library
+from engine.ops.room import Room
 from engine.ops.tape import Replay, Tape
 from engine.quantization import Quantization
 
@@ -145,8 +146,11 @@ class NativeOps:
             tape.append(row)
 
     def _empty(self, *shape: int) -> Tensor:
-        tape = getattr(self._local, "tape", None)
-        return torch.empty(shape) if tape is None else tape.empty(*shape)
+        tape: Tape | None = getattr(self._local, "tape", None)
+        if tape is not None:
+            return tape.empty(*shape)
+        room: Room = self._local.__dict__.setdefault("room", Room())
+        return room.empty(*shape)
 
     @property
     def layout(self) -> str:

@@ -3,15 +3,13 @@ shape: no Python between two operations. Knows operations as rows of numbers onl
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
+
+from engine.ops.room import Room
 
 if TYPE_CHECKING:
     from engine.ops.native import NativeOps, NativePlan
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 """Tokens of a step up to which recording pays: larger steps compute for much longer than Python takes."""
 MAX_TAPES = 16
-ALIGNMENT = 64
 
 Body = Callable[..., tuple[Tensor, ...]]
 
@@ -30,30 +27,11 @@ class Tape:
     def __init__(self) -> None:
         self.rows = bytearray()
         self.num_rows = 0
-        self._memory: list[np.ndarray] = []
-        self._free: list[int] = []
+        self.empty = Room(keeps=True).empty
 
     def append(self, row: bytes) -> None:
         self.rows += row
         self.num_rows += 1
-
-    def empty(self, *shape: int) -> Tensor:
-        """A tensor whose memory is used again once nothing of this recording can see it: as torch.empty, but what is
-        freed stays the tape's, and as warm in the cache as it was when recorded."""
-        size = math.prod(shape)
-        fitting = [index for index in self._free if len(self._memory[index]) >= size]
-        if fitting:
-            index = min(fitting, key=lambda each: len(self._memory[each]))
-            self._free.remove(index)
-        else:
-            index = len(self._memory)
-            raw = np.empty(size * 4 + ALIGNMENT, np.uint8)
-            start = -raw.ctypes.data % ALIGNMENT
-            self._memory.append(raw[start : start + size * 4].view(np.float32))
-        view = self._memory[index][:size]
-        at_end = weakref.finalize(view, self._free.append, index)  # the tensor's storage and all its views hold it
-        at_end.atexit = False
-        return torch.from_numpy(view).view(shape)
 
 
 class Recording:

@@ -16,7 +16,6 @@ from engine.model.transformer import Transformer
 from engine.model.weights import load_model
 from engine.ops import tape as tapes
 from engine.ops.native import NativeOps
-from engine.ops.tape import Tape
 from tests.engine.forward import BLOCK_SIZE, Part, make_sequence, random_adapter, step_of
 from tests.engine.peft_cases import make_base
 from tests.tiny import tiny_model
@@ -63,20 +62,6 @@ def test_a_recorded_step_is_the_step(base: str, tmp_path: Path, monkeypatch: pyt
     called = decode(model, config, bank)
 
     assert all(torch.equal(*pair) for pair in zip(recorded, called, strict=True))
-
-
-def test_memory_is_used_again_only_when_nothing_sees_it() -> None:
-    """A tensor's memory is free once the tensor and every view of it are gone, not before."""
-    tape = Tape()
-    first = tape.empty(4, 8)
-    view, place = first[1], first.data_ptr()
-    del first
-
-    second = tape.empty(4, 8)
-    assert second.data_ptr() != place
-    del view
-
-    assert tape.empty(2, 8).data_ptr() == place
 
 
 def test_recordings_are_few(tmp_path: Path) -> None:

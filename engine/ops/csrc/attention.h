@@ -4,11 +4,25 @@
 #include <vector>
 
 #include "attention_job.h"
+#include "coming.h"
 #if HAS_TILES
 #include "attention_tiles.h"
 #else
 #include "attention_rows.h"
 #endif
+
+// The blocks that a call will read.
+static void foresee(const Attention& at, long num_sequences, Coming& coming) {
+  const long block = at.kv_heads * BLOCK * at.D;
+  coming.clear(block * sizeof(bf16));
+  for (long s = 0; s < num_sequences; s++) {
+    const long end = at.contexts[s];
+    for (long p = at.window ? std::max(0L, end - at.lengths[s] - at.window + 1) : 0; p < end; p += BLOCK) {
+      const bf16* keys = at.cache + at.tables[s * at.table_width + p / BLOCK] * block;
+      if (!coming.add(keys) || !coming.add(keys + at.num_blocks * block)) return;
+    }
+  }
+}
 
 // D must be a multiple of L.
 static void run_attention(const Attention& at, long num_sequences) {

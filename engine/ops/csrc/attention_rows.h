@@ -3,6 +3,7 @@
 
 #include "attention_job.h"
 
+constexpr int AHEAD = 2;  // groups: so far ahead of itself a row prefetches
 constexpr int GROUP_V = GROUP / L;
 constexpr int ROWS_OF_QUERIES = L < 16 ? std::min(MAX_R, 4) : MAX_R;  // at once
 constexpr int SUMS_OF_QUERIES = L == 8 ? 8 : 2 * MAX_R;  // at once; with more, a compiler moves some to memory and back
@@ -35,7 +36,7 @@ INLINE void weigh(Softmax<R>& soft, int r, vf (&score)[GROUP_V], float* out, lon
   }
 }
 
-// score[r][·] = q[r] · keys of the group, as many columns at a time as the registers hold sums; the same lines of the next
+// score[r][·] = q[r] · keys of the group, as many columns at a time as the registers hold sums; the same lines of a later
 // group are prefetched.
 template <int R>
 INLINE void match(vf (&score)[R][GROUP_V], const Form::Pair* q, const bf16* const (&keys)[GROUP / BLOCK],
@@ -53,7 +54,7 @@ INLINE void match(vf (&score)[R][GROUP_V], const Form::Pair* q, const bf16* cons
       for (int c = 0; c < C; c++) pairs[c] = columns[c] + d * BLOCK;
 #pragma GCC unroll 2
       for (int b = first * L / BLOCK; b < (first + C) * L / BLOCK; b++)
-        __builtin_prefetch((const uint32_t*)next[b] + d * BLOCK);
+        __builtin_prefetch((const uint32_t*)next[b] + d * BLOCK, 0, 2);
       accumulate<R, C>(sums, pairs, q + d / BLOCK_PAIRS * BLOCK_PAIRS * R + d % BLOCK_PAIRS);
     }
 #pragma GCC unroll 16
@@ -75,7 +76,7 @@ INLINE void blend(float* out, long D, const Form::Pair* weights, const uint32_t*
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
       pairs[c] = values + i * D + c * L;
-      if (c * L % 16 == 0) __builtin_prefetch(next + i * D + c * L);
+      if (c * L % 16 == 0) __builtin_prefetch(next + i * D + c * L, 0, 2);
     }
     accumulate<R, C>(acc, pairs, weights + i);
   }
@@ -115,7 +116,8 @@ static void attend(const Attention& at, const Queries& rows, const Queries& afte
     const bf16 *keys[GROUP / BLOCK], *next[GROUP / BLOCK];
     for (int b = 0; b < GROUP / BLOCK; b++) {
       keys[b] = span.keys(g + b * BLOCK);
-      next[b] = g + GROUP < last ? span.keys(g + GROUP + b * BLOCK) : other.keys(other.begin + b * BLOCK);
+      const long far = g + AHEAD * GROUP, over = far - (last + GROUP - 1) / GROUP * GROUP;
+      next[b] = over < 0 ? span.keys(far + b * BLOCK) : other.keys(other.begin + over + b * BLOCK);
     }
     vf score[R][GROUP_V];
     match<R>(score, q, keys, next, D);

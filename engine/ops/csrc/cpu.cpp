@@ -89,13 +89,14 @@ static void do_write_kv(Args a) {  // k, ldk, v, ldv, T, heads, D, cache, blocks
            at<const int64_t>(a[9]));
 }
 
-static void do_attention(Args a) {
+static Attention attention_of(Args a) {
   // q, ldq, heads, KV heads, D, cache, blocks, starts, lengths, contexts, tables, width, scale, window, out, ldo, rows
-  const Attention call{at<const float>(a[0]), a[1], a[2], a[3], a[4], at<const bf16>(a[5]), a[6],
-                       at<const int64_t>(a[7]), at<const int64_t>(a[8]), at<const int64_t>(a[9]),
-                       at<const int64_t>(a[10]), a[11], float(number(a[12])), a[13], at<float>(a[14]), a[15]};
-  run_attention(call, a[16]);
+  return {at<const float>(a[0]), a[1], a[2], a[3], a[4], at<const bf16>(a[5]), a[6],
+          at<const int64_t>(a[7]), at<const int64_t>(a[8]), at<const int64_t>(a[9]),
+          at<const int64_t>(a[10]), a[11], float(number(a[12])), a[13], at<float>(a[14]), a[15]};
 }
+
+static void do_attention(Args a) { run_attention(attention_of(a), a[16]); }
 
 static void do_rms_norm(Args a) {  // x, ldx, heads, M, H, residual, ldr, weight, eps, y, ldy
   rms_norm(at<const float>(a[0]), a[3], a[4], a[1], a[2], at<float>(a[5]), a[6], at<const float>(a[7]), number(a[8]),
@@ -127,6 +128,18 @@ static void (*const OPERATIONS[])(Args) = {do_linear, do_lora,     do_write_kv, 
                                            do_rms_norm, do_silu_mul, do_rope,     do_dense,
                                            do_draw,     do_greedy};
 
+// The linears between here and the next attention read its blocks ahead.
+static void foresee(const int64_t* tape, const int64_t* end) {
+  while (tape < end && OPERATIONS[*tape] != do_attention) tape += ROW;
+  if (tape < end) foresee(attention_of(tape + 1), tape[17], coming);
+}
+
 EXPORT void chorus_run(const int64_t* tape, long count) {
-  for (long i = 0; i < count; i++) OPERATIONS[tape[i * ROW]](tape + i * ROW + 1);
+  const int64_t* end = tape + count * ROW;
+  if (count > 1) foresee(tape, end);
+  for (; tape < end; tape += ROW) {
+    OPERATIONS[*tape](tape + 1);
+    if (count > 1 && OPERATIONS[*tape] == do_attention) foresee(tape + ROW, end);
+  }
+  coming.clear(0);
 }

@@ -45,9 +45,11 @@ static void run_parts(Job job, long columns, Form::Pair* laid, Z* z, const Out& 
       project_rows(lora, *each.segment, each.start, laid + job.before(part) * blocks * BLOCK_PAIRS, job.size(part),
                    z + job.before(part) * lora.num_slices * z_stride(lora));
   });
-  const long most = 4L * pool.size() * std::max(1L, tiles / (64L * pool.size()));
-  const long tasks = std::min(tiles, most);  // equal ones, and as many for every thread
-  pool.run(tasks, [&](long task) { run_task(job, tiles * task / tasks, tiles * (task + 1) / tasks, out); });
+  static thread_local std::vector<long> ends;  // of tasks that get smaller, so that all threads end at about the same time
+  ends.assign(1, 0);
+  while (ends.back() < tiles) ends.push_back(ends.back() + std::max(1L, (tiles - ends.back()) / (2L * pool.size())));
+  const long* bounds = ends.data();
+  pool.run(long(ends.size()) - 1, [&](long task) { run_task(job, bounds[task], bounds[task + 1], out); });
 }
 
 // y = W·x + b of M rows, and what the adapters of their segments make of it.
@@ -63,7 +65,7 @@ static void linear(const Weights& w, long M, const float* bias, const Lora& call
   const Out out{lora.y, lora.ldy, w.N, bias};
   for (size_t first = 0, last; first < parts.size(); first = last) {
     for (last = first + 1; last < parts.size() && parts[last].end - parts[first].start <= ROWS_AT_ONCE;) last++;
-    const Job job{w, laid, z, pairs, parts.data() + first, long(last - first), lora};
+    const Job job{w, laid, z, pairs, parts.data() + first, long(last - first), lora, coming};
     run_parts(job, w.N, laid, z, out);
   }
   run_lora(lora, [&](const Segment& segment) { return is_merged(lora, segment); });

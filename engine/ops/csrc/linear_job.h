@@ -1,6 +1,7 @@
 // What a call of a linear is, as its tasks see it. Knows no product.
 #pragma once
 
+#include "coming.h"
 #include "lora.h"
 #include "pool.h"
 #include "weights.h"
@@ -55,6 +56,7 @@ struct Job {
   const Rows* parts;
   long num_parts;
   const Lora& lora;
+  Coming& coming;
 
   long size(long part) const { return parts[part].end - parts[part].start; }
   long before(long part) const { return parts[part].start - parts[0].start; }

@@ -1,0 +1,59 @@
+"""Prefault: has the system back memory with pages before anybody writes to it, in a thread of the lowest priority.
+Knows not what the memory is for.
+
+A page that is first written in a step is fetched in that step: 2 to 8 µs for 4 KiB on a virtual machine, and 3 ms where
+pages are huge, for each layer whose keys or values begin a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+PIECE_BYTES = 2 << 20
+LIMIT_BYTES = 1 << 30
+"""What lies behind is left to whoever needs it: on most machines the first of it is all that is ever used at once."""
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: as writing to every page, without changing it
+
+
+class Prefault:
+    """Backs the tensors side by side, each from its beginning, `limit_bytes` of them all. Until close() or done; where
+    the system can't do it, not at all."""
+
+    def __init__(self, tensors: Sequence[Tensor], limit_bytes: int = LIMIT_BYTES) -> None:
+        self._tensors = tensors  # so that they outlive the thread
+        self._limit_bytes = limit_bytes
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for start, size in self._pieces():
+            if self._closing or libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                return
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        ends = [tensor.data_ptr() + tensor.nbytes for tensor in self._tensors]
+        places = [-(-tensor.data_ptr() // page) * page for tensor in self._tensors]
+        left = self._limit_bytes
+        while left > 0 and any(place + page <= end for place, end in zip(places, ends, strict=True)):
+            for index, end in enumerate(ends):
+                size = min(PIECE_BYTES, (end - places[index]) // page * page)
+                if size > 0:
+                    yield places[index], size
+                    places[index] += size
+                    left -= size

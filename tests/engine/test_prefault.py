@@ -1,0 +1,72 @@
+"""Prefault makes memory real ahead of its use, and changes nothing in it."""
+
+from __future__ import annotations
+
+import resource
+
+import numpy as np
+import torch
+
+from engine.prefault import Prefault
+
+SIZE = 8 << 20
+
+
+def untouched(count: int) -> list[torch.Tensor]:
+    """Large enough to be mapped by the system, which gives no page before it is needed."""
+    return [torch.from_numpy(np.zeros(SIZE, np.uint8)) for _ in range(count)]
+
+
+def faults_of_writing(tensor: torch.Tensor) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    tensor[::4096] = 1
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def test_what_was_prefaulted_is_written_without_a_fault() -> None:
+    """Else a page is fetched in the middle of a step."""
+    ready, other, first = untouched(3)
+    faults_of_writing(first)  # what has never run may fault itself
+
+    Prefault([ready]).wait()
+
+    assert faults_of_writing(ready) < 4
+    assert faults_of_writing(other) >= 4
+
+
+def test_tensors_are_prefaulted_side_by_side_up_to_the_limit() -> None:
+    """Each from its beginning, where the first blocks lie."""
+    tensors = untouched(2)
+
+    Prefault(tensors, limit_bytes=SIZE).wait()
+
+    for tensor in tensors:
+        assert faults_of_writing(tensor[: SIZE // 2 - (64 << 10)]) < 4
+        assert faults_of_writing(tensor[SIZE // 2 + (2 << 20) :]) >= 1
+
+
+def test_what_is_written_meanwhile_stays() -> None:
+    """It may come late: the engine does not wait for it."""
+    tensors = untouched(4)
+    for tensor in tensors:
+        tensor[::1000] = 7
+
+    prefault = Prefault(tensors)
+    for tensor in tensors:
+        tensor[1::1000] = 9
+    prefault.wait()
+
+    for tensor in tensors:
+        assert (tensor[::1000] == 7).all()
+        assert (tensor[1::1000] == 9).all()
+        assert int(tensor.sum(dtype=torch.int64)) == 7 * len(tensor[::1000]) + 9 * len(tensor[1::1000])
+
+
+def test_closing_ends_it_early() -> None:
+    """An engine that is closed does not go on taking memory."""
+    tensors = untouched(64)
+
+    prefault = Prefault(tensors)
+    prefault.close()
+
+    assert faults_of_writing(tensors[-1][-(2 << 20) :]) >= 1
