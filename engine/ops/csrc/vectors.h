@@ -278,15 +278,17 @@ INLINE void to_pairs(const float* row, long count, long stride, Wide::Pair* out)
   }
 }
 
-INLINE void to_pairs(const float* row, long count, long stride, uint32_t* out) {
-  for (long k = 0; k < count; k += 2 * BLOCK_PAIRS, out += stride) {
-    bf16* to = (bf16*)out;
-    float padded[2 * BLOCK_PAIRS] = {};
-    const float* from = row + k;
-    if (count - k < 2 * BLOCK_PAIRS) {
-      std::memcpy(padded, from, sizeof(float) * (count - k));
-      from = padded;
-    }
-    for (int i = 0; i < 2 * BLOCK_PAIRS; i += L) store(to + i, narrow(load<vf>(from + i)));
-  }
+#if HAS_DOT
+INLINE void to_block(const float* from, uint32_t* out) {
+  store(out, _mm512_cvtne2ps_pbh((__m512)load<vf>(from + L), (__m512)load<vf>(from)));
 }
+
+INLINE void to_pairs(const float* row, long count, long stride, uint32_t* out) {
+  long k = 0;
+  for (; k + 2 * BLOCK_PAIRS <= count; k += 2 * BLOCK_PAIRS, out += stride) to_block(row + k, out);
+  if (k == count) return;
+  float padded[2 * BLOCK_PAIRS] = {};
+  std::memcpy(padded, row + k, sizeof(float) * (count - k));
+  to_block(padded, out);
+}
+#endif
