@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import resource
 
-import numpy as np
+import pytest
 import torch
 
 from engine.prefault import Prefault
 
 SIZE = 8 << 20
+FEW = 32
+"""Faults of other causes: code that runs for the first time."""
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="needs a kernel with MADV_POPULATE_WRITE"
+)
 
 
 def untouched(count: int) -> list[torch.Tensor]:
-    """Large enough to be mapped by the system, which gives no page before it is needed."""
-    return [torch.from_numpy(np.zeros(SIZE, np.uint8)) for _ in range(count)]
+    """Of memory that the system has given to nobody yet."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return [torch.frombuffer(mmap.mmap(-1, SIZE, flags=flags), dtype=torch.uint8) for _ in range(count)]
 
 
 def faults_of_writing(tensor: torch.Tensor) -> int:
@@ -30,8 +38,8 @@ def test_what_was_prefaulted_is_written_without_a_fault() -> None:
 
     Prefault([ready]).wait()
 
-    assert faults_of_writing(ready) < 4
-    assert faults_of_writing(other) >= 4
+    assert faults_of_writing(ready) < FEW
+    assert faults_of_writing(other) > 10 * FEW
 
 
 def test_tensors_are_prefaulted_side_by_side_up_to_the_limit() -> None:
@@ -41,8 +49,8 @@ def test_tensors_are_prefaulted_side_by_side_up_to_the_limit() -> None:
     Prefault(tensors, limit_bytes=SIZE).wait()
 
     for tensor in tensors:
-        assert faults_of_writing(tensor[: SIZE // 2 - (64 << 10)]) < 4
-        assert faults_of_writing(tensor[SIZE // 2 + (2 << 20) :]) >= 1
+        assert faults_of_writing(tensor[: SIZE // 2]) < FEW
+        assert faults_of_writing(tensor[SIZE // 2 :]) > 10 * FEW
 
 
 def test_what_is_written_meanwhile_stays() -> None:
@@ -69,4 +77,4 @@ def test_closing_ends_it_early() -> None:
     prefault = Prefault(tensors)
     prefault.close()
 
-    assert faults_of_writing(tensors[-1][-(2 << 20) :]) >= 1
+    assert faults_of_writing(tensors[-1]) > 10 * FEW
