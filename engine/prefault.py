@@ -11,12 +11,13 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
 PIECE_BYTES = 2 << 20
 LIMIT_BYTES = 1 << 30
-"""What lies behind is left to whoever needs it: on most machines the first of it is all that is ever used at once."""
+"""What lies behind is first written in a step: a plan may give KV what nobody ever uses."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: as writing to every page, without changing it
 
 
@@ -40,7 +41,8 @@ class Prefault:
 
     def _run(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with suppress(OSError):  # where threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for start, size in self._pieces():
             if self._closing or libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 return

@@ -190,7 +190,8 @@ class Answer:
 
     async def aclose(self) -> None:
         """Aborts what still runs and settles what was used, exactly once; goes on to its end if the caller is
-        cancelled."""
+        cancelled. Returns when it is settled: who sees the end has a free place. Where that is no question, when the
+        settlement is on its way."""
         if self._closed is None and self._topping_up is None and not self._chunks.has_tasks:
             for generation in self._generations:
                 generation.close()

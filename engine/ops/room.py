@@ -32,7 +32,7 @@ class Room:
         return torch.from_numpy(view).view(shape)
 
     def _find(self, size: int) -> int:
-        """A free piece of so many elements, the smallest there is."""
+        """Of the free pieces with so many elements the smallest; else a new one, in place of one that is too small."""
         if self._free:
             index = min(self._free, key=lambda each: (len(self._memory[each]) < size, len(self._memory[each])))
             if len(self._memory[index]) >= size:

@@ -7,8 +7,6 @@
 #include <cstddef>
 #include <vector>
 
-class Coming;
-
 // Some of the pieces, as one task walks over them.
 struct Far {
   static constexpr long LINES = 3;  // of 64 bytes, at a time
