@@ -8,6 +8,8 @@ StateUnavailable             a store that must answer does not; try again later
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -104,9 +106,24 @@ def make_engine(url: str, pool_size: int = 10, statement_s: float | None = STATE
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # we begin transactions ourselves: the driver would begin them too late
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", f"busy_timeout={int(LOCK_S * 1000)}", "foreign_keys=ON", "synchronous=FULL"):
+    for pragma in (f"busy_timeout={int(LOCK_S * 1000)}", "foreign_keys=ON", "synchronous=FULL"):
         cursor.execute(f"PRAGMA {pragma}")
+    _write_ahead(cursor)
     cursor.close()
+
+
+def _write_ahead(cursor: Any) -> None:
+    """Who switches a new file to WAL needs it alone, and hears "locked" at once where somebody else does the same."""
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _begin_sqlite(connection: Connection) -> None:

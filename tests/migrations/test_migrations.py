@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,20 @@ def test_workers_that_start_together_migrate_once(empty_url: str) -> None:
         list(pool.map(upgrade, [empty_url] * 4))
 
     assert current(empty_url) == head()
+
+
+def test_a_new_file_that_somebody_else_writes(tmp_path: Path) -> None:
+    """SQLite tells who makes a file a write-ahead one "locked" at once, not after the usual wait: it is asked again."""
+    path = tmp_path / "new.db"
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.5, other.execute, ("COMMIT",))
+        timer.start()
+
+        upgrade(f"sqlite:///{path}")
+
+        timer.join()
+    assert current(f"sqlite:///{path}") == head()
 
 
 async def test_upgrade_inside_a_running_loop(tmp_path: Path) -> None:
