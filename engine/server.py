@@ -1,6 +1,6 @@
 """The engine process: socket ↔ core. One step loop, one I/O thread, meeting at queues. Knows no model and no policy.
 
-The I/O thread owns the ROUTER socket and answers pings, so that a long step does not look like a death; it stops
+The I/O thread reads the ROUTER socket and answers pings, so that a long step does not look like a death; it stops
 answering when the step loop itself has not moved for `STALL_S`. Only the step loop touches the core.
 """
 

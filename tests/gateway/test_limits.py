@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,13 @@ async def test_concurrency_is_free_when_the_answer_ends(server: Live) -> None:
         assert (await client.post(PATH, json=chat(stream=stream))).status_code == 200
 
 
-def settle_late(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Future[None]]:
-    """→ the settlements under way."""
+def settle_late(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], Awaitable[object]]) -> set[asyncio.Future[None]]:
+    """Settlements begin with a wait. → those under way."""
     settling, under_way = Quotas.settling, set[asyncio.Future[None]]()
 
     def late(quotas: Quotas, hold: Hold, record: UsageRecord) -> asyncio.Future[None]:
         async def settle() -> None:
-            await asyncio.sleep(0.1)
+            await wait()
             await settling(quotas, hold, record)
 
         task = asyncio.ensure_future(settle())
@@ -200,12 +201,15 @@ async def test_who_has_room_does_not_wait_for_the_settlement(
     """While at most half of every limit is taken, the end is told when the settlement is on its way; it comes."""
     tenant = f"room-{len(limits)}-{stream}".lower()
     client = await limited(server, tenant, **limits)
-    under_way = settle_late(monkeypatch)
+    gate = asyncio.Event()
+    under_way = settle_late(monkeypatch, gate.wait)
 
-    answer = await client.post(PATH, json=chat(stream=stream))
+    async with asyncio.timeout(30):
+        answer = await client.post(PATH, json=chat(stream=stream))
 
     assert answer.status_code == 200
-    assert not any(task.done() for task in under_way)
+    assert await server.num_leases(tenant) == 1
+    gate.set()
     await asyncio.gather(*under_way)
     assert len(under_way) == 1
     assert await server.num_leases(tenant) == 0
@@ -220,7 +224,7 @@ async def test_who_has_seen_the_end_has_a_free_place(
     the client asks next lets it in."""
     tenant = f"end-{len(path)}-{stream}".lower()
     client = await limited(server, tenant, concurrency=1)
-    under_way = settle_late(monkeypatch)
+    under_way = settle_late(monkeypatch, lambda: asyncio.sleep(0.1))
 
     async with client.stream("POST", path, json=BODIES[path] | {"stream": stream}) as answer:
         assert answer.status_code == 200
