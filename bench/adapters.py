@@ -38,6 +38,7 @@ from bench.zoo import Zoo, scratch
 from chorus import LLM, SamplingParams
 from engine.build import build_core
 from engine.config import EngineConfig
+from engine.garbage import settle
 from engine.model.config import ModelConfig
 from engine.step import Step
 
@@ -72,6 +73,7 @@ class Bench:
             max_lora_rank=max(ref.rank for ref in refs), adapter_wait_s=600.0, max_waiting_per_lane=8192,
         )  # fmt: skip
         core, ready = build_core(config)
+        settle()  # as an engine's own process does
         self._stack.callback(core.close)
         driver = Driver(core, ready.vocab_size)
         driver.run([Request(16, 4)])
@@ -235,7 +237,7 @@ def cost(bench: Bench) -> dict[str, Any]:
             driver.step()
         runner = driver.core._runner
         timed = Timed(runner)
-        driver.core._runner = timed  # type: ignore[assignment]  # closed by its own name
+        driver.core._runner = timed
         start = time.perf_counter()
         for _ in range(60):
             driver.step()

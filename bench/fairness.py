@@ -30,6 +30,7 @@ from bench.plot import Lines, write_charts
 from engine.build import build_core
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.garbage import settle
 from engine.params import SamplingParams
 from engine.protocol import Chunk, Generate
 
@@ -190,6 +191,7 @@ def main() -> int:
             max_waiting_per_lane=8192,
         )
     )  # fmt: skip
+    settle()  # as an engine's own process does
     bench = Bench(core, ready.vocab_size)
     report, charts = measure(bench, options)
     report |= {"model": ready.model, "dtype": ready.dtype, "device": ready.device, "rows": options.rows}

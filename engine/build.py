@@ -1,5 +1,5 @@
 """build_core(): from an EngineConfig to a running engine, offline or behind a socket. The only place that knows which
-parts there are and in which order they come: plan → weights → KV → adapter bank → scheduler → core."""
+parts there are and in which order they come: plan → KV → weights → adapter bank → scheduler → core."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
     log.info("%s", plan)
     ops = create_ops(plan.device, plan.dtype, model_config.head_dim, plan.block_size, plan.quantization)
     calibration = _calibration(config, model_config, plan, ops)
-    model = load_model(config.model, model_config, ops, plan.device, plan.quantization, calibration)
     cache = KVCache(model_config, plan.num_blocks, plan.block_size, ops.weight_dtype, plan.device)
-    cache.prefault()
+    with cache.prefault():
+        model = load_model(config.model, model_config, ops, plan.device, plan.quantization, calibration)
     pool = BlockPool(plan.num_blocks, plan.block_size, config.enable_prefix_caching)
     tiers, host = build_tiers(config, plan, pool, cache)
     shape = model_config.base_shape()

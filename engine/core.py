@@ -104,7 +104,6 @@ class EngineCore:
         return take_census(boot_id, self._clock(), self.num_steps, self._scheduler, self._residency, self._pool)
 
     def close(self) -> None:
-        """Lets the threads end that read adapters and KV blocks, and make memory ready."""
-        self._runner.close()
+        """Lets the threads end that read adapters and KV blocks."""
         self._residency.close()
         self._tiers.close()

@@ -28,16 +28,11 @@ class KVCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.layers: list[Tensor] = [zeros(shape, dtype, device) for _ in range(model.num_layers)]
-        self._prefault: Prefault | None = None
 
-    def prefault(self) -> None:
-        """Begins to make the memory real, first blocks first, so that no step has to. Until close()."""
-        if self.layers[0].device.type == "cpu":
-            self._prefault = Prefault([half for layer in self.layers for half in layer])
-
-    def close(self) -> None:
-        if self._prefault is not None:
-            self._prefault.close()
+    def prefault(self) -> Prefault:
+        """A context that makes the memory real, first blocks first, so that no step has to."""
+        is_host = self.layers[0].device.type == "cpu"
+        return Prefault([half for layer in self.layers for half in layer] if is_host else [])
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies whole blocks, (source, destination) each, before anything of the step is written."""

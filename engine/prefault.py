@@ -1,5 +1,5 @@
-"""Prefault: has the system back memory with pages before anybody writes to it, in a thread of the lowest priority.
-Knows not what the memory is for.
+"""Prefault: has the system back memory with pages before anybody writes to it, in a thread of its own while something
+else is prepared. Knows not what the memory is for.
 
 A page that is first written in a step is fetched in that step: 2 to 8 µs for 4 KiB on a virtual machine, and 3 ms where
 pages are huge, for each layer whose keys or values begin a new one.
@@ -11,7 +11,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from torch import Tensor
 
@@ -22,29 +21,30 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14: as writing to every page, without chang
 
 
 class Prefault:
-    """Backs the tensors side by side, each from its beginning, `limit_bytes` of them all. Until close() or done; where
-    the system can't do it, not at all."""
+    """Backs the tensors side by side, each from its beginning, `limit_bytes` of them all, while a `with` block runs. Done
+    when the block ends, given up when it fails. Where the system can't do it, not at all.
+
+    Not to be left running beside steps: the thread holds the lock of the address space, and would keep waiting for it
+    whoever maps memory, and behind them whoever meets a new page.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], limit_bytes: int = LIMIT_BYTES) -> None:
-        self._tensors = tensors  # so that they outlive the thread
+        self._tensors = tensors
         self._limit_bytes = limit_bytes
-        self._closing = False
+        self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
+
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        self._closing = True
-        self._thread.join()
-
-    def wait(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_given_up = kind is not None
         self._thread.join()
 
     def _run(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        with suppress(OSError):  # where threads have no priority of their own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for start, size in self._pieces():
-            if self._closing or libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            if self._is_given_up or libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 return
 
     def _pieces(self) -> Iterator[tuple[int, int]]:

@@ -51,9 +51,6 @@ class ModelRunner:
         chosen = iter(self._sample(step.rows, batch, hidden_TH))
         return [_with_prompt(next(chosen) if row.samples else Sampled(None), prompt.get(row)) for row in step.rows]
 
-    def close(self) -> None:
-        self._cache.close()
-
     def _copy(self, step: Step) -> None:
         if self._host is not None:
             self._host.store(step.stores)

@@ -1,7 +1,8 @@
-"""The engine process: socket ↔ core. One step loop, one I/O thread, meeting at queues. Knows no model and no policy.
+"""The engine process: socket ↔ core. One step loop, which reads the socket itself between its steps; in a step that
+lasts, a thread reads for it. Knows no model and no policy.
 
-The I/O thread reads the ROUTER socket and answers pings, so that a long step does not look like a death; it stops
-answering when the step loop itself has not moved for `STALL_S`. Only the step loop touches the core.
+The thread answers pings, so that a long step does not look like a death; it stops answering when the step loop has not
+moved for `STALL_S`. Only the step loop touches the core.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import secrets
 import select
 import signal
-import socket
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from engine.client import check_endpoint, curve_pair
 from engine.config import EngineConfig
+from engine.garbage import settle
 from engine.protocol import (
     Abort,
     Accepted,
@@ -60,41 +61,48 @@ STALL_S = 60.0
 STATS_EVERY_S = 1.0
 LOAD_POLL_S = 0.002
 IDLE_POLL_S = 0.25
+LONG_STEP_S = 0.5
+"""Longer than the step loop waits for messages: then it is in a step, and the thread reads in its place."""
 SEND_QUEUE = 100_000
+MAX_MESSAGES = 1000
+"""Read at a time: whoever sends more does not keep the others' tokens waiting."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(ToEngine)
 
 
 class Link:
-    """The ROUTER socket and a thread that reads it. `inbox` holds (worker, message); `send` is safe from any thread,
-    and sends in that thread: the reader would have to be woken for it, twice for every step."""
+    """The ROUTER socket, for whoever holds its lock. `inbox` holds (worker, message), None from a worker that is gone.
+    Messages are read and sent by the step loop itself, for another thread would have to be woken for each."""
 
     def __init__(self, endpoint: str, key: str | None, ready: Ready) -> None:
         check_endpoint(endpoint, key)
-        self.inbox: queue.SimpleQueue[tuple[bytes, ToEngine | None]] = queue.SimpleQueue()
-        self.moved_at = time.monotonic()
+        self.inbox: deque[tuple[bytes, ToEngine | None]] = deque()
         self._ready = _encode(ready)
-        self._lock = threading.Lock()  # the socket is for whoever holds it
+        self._lock = threading.Lock()
+        self._moved_at = time.monotonic()
         self._seen: dict[bytes, float] = {}
-        self._wake_r, self._wake_w = socket.socketpair()
-        self._wake_r.setblocking(False)
-        self._wake_w.setblocking(False)
-        self._stopping = False
         self._context = zmq.Context()
         self._auth = self._start_auth(key) if key else None
         self._socket = self._bind(endpoint, key)
-        self._thread = threading.Thread(target=self._run, name="engine-link", daemon=True)
+        self._poller = select.poll()
+        self._poller.register(self._socket.FD, select.POLLIN)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._stand_in, name="engine-link", daemon=True)
         self._thread.start()
+
+    def receive(self, timeout_s: float) -> None:
+        """Puts what has arrived into the inbox; with nothing in it, waits so long. For the step loop alone."""
+        self._moved_at = time.monotonic()
+        self._receive_all()
+        if timeout_s and not self.inbox:
+            self._poller.poll(1000 * timeout_s)  # it says something only once the socket was found empty
+            self._receive_all()
 
     def send(self, worker: bytes, message: FromEngine) -> None:
         body = _encode(message)
         with self._lock:
             self._send(worker, body)
-            # Sending may have taken in what the descriptor would have said.
-            is_missed = not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
-        if is_missed:
-            self._wake()
 
     @property
     def workers(self) -> list[bytes]:
@@ -102,14 +110,11 @@ class Link:
 
     def close(self) -> None:
         """Ends the thread, and waits a little until what was sent has left."""
-        self._stopping = True
-        self._wake()
+        self._stopping.set()
         self._thread.join(5)
         if self._auth is not None:
             self._auth.stop()
         self._context.destroy(linger=500)
-        self._wake_r.close()
-        self._wake_w.close()
 
     def _start_auth(self, key: str) -> ThreadAuthenticator:
         public = curve_pair(key)[0]
@@ -143,43 +148,39 @@ class Link:
                 path.chmod(0o600)
         return router
 
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it just as well
-            self._wake_w.send(b"x")
-
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._socket.FD, select.POLLIN)
-        poller.register(self._wake_r, select.POLLIN)
-        while not self._stopping:
-            with self._lock:
+    def _stand_in(self) -> None:
+        while not self._stopping.wait(LONG_STEP_S / 2):
+            if time.monotonic() - self._moved_at > LONG_STEP_S:
                 self._receive_all()
-                self._forget_silent()
-            poller.poll(500)
-            with contextlib.suppress(BlockingIOError):
-                self._wake_r.recv(4096)
 
     def _receive_all(self) -> None:
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            worker, body = frames[0], frames[-1]
-            try:
-                message = _decoder.decode(body)
-            except msgspec.DecodeError as error:
-                log.warning("dropped a message that is not ours: %s", error)
-                continue
-            is_new = worker not in self._seen
-            self._seen[worker] = time.monotonic()
-            if isinstance(message, Hello) or is_new:
-                self._send(worker, self._ready)
-            if isinstance(message, Ping):
-                if time.monotonic() - self.moved_at < STALL_S:
-                    self._send(worker, _encode(Pong()))
-            elif not isinstance(message, Hello):
-                self.inbox.put((worker, message))
+        with self._lock:
+            for _ in range(MAX_MESSAGES):
+                if not self._receive_one():
+                    break
+            self._forget_silent()
+
+    def _receive_one(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        worker, body = frames[0], frames[-1]
+        try:
+            message = _decoder.decode(body)
+        except msgspec.DecodeError as error:
+            log.warning("dropped a message that is not ours: %s", error)
+            return True
+        is_new = worker not in self._seen
+        self._seen[worker] = time.monotonic()
+        if isinstance(message, Hello) or is_new:
+            self._send(worker, self._ready)
+        if isinstance(message, Ping):
+            if time.monotonic() - self._moved_at < STALL_S:
+                self._send(worker, _encode(Pong()))
+        elif not isinstance(message, Hello):
+            self.inbox.append((worker, message))
+        return True
 
     def _send(self, worker: bytes, body: bytes) -> None:
         try:
@@ -194,7 +195,7 @@ class Link:
 
     def _drop(self, worker: bytes) -> None:
         if self._seen.pop(worker, None) is not None:
-            self.inbox.put((worker, None))
+            self.inbox.append((worker, None))
 
 
 @dataclass
@@ -221,7 +222,6 @@ class Server:
             self._take_messages()
             self._deliver(self.core.step() if self.core.has_work else [])
             self._send_stats()
-            self.link.moved_at = time.monotonic()
         for request_id in list(self._owner):
             self.core.abort(request_id)
             self._reply(request_id, Failed(request_id, "draining", "the engine stopped before the request ended"))
@@ -233,14 +233,9 @@ class Server:
 
     def _take_messages(self) -> None:
         """All that has arrived. Waits when there is nothing to do, or the last step had nothing to run."""
-        timeout_s = IDLE_POLL_S if not self.core.has_work else 0.0 if self.core.can_run else LOAD_POLL_S
-        try:
-            worker, message = self.link.inbox.get(timeout=timeout_s) if timeout_s else self.link.inbox.get_nowait()
-            while True:
-                self._handle(worker, message)
-                worker, message = self.link.inbox.get_nowait()
-        except queue.Empty:
-            return
+        self.link.receive(IDLE_POLL_S if not self.core.has_work else 0.0 if self.core.can_run else LOAD_POLL_S)
+        while self.link.inbox:
+            self._handle(*self.link.inbox.popleft())
 
     def _handle(self, worker: bytes, message: ToEngine | None) -> None:
         match message:
@@ -323,6 +318,7 @@ def run(config: EngineConfig, endpoint: str, key: str | None = None, grace_s: fl
     from engine.build import build_core
 
     core, ready = build_core(config)
+    settle()
     link = Link(endpoint, key, ready)
     server = Server(core, ready, link, grace_s)
     with _stop_on_signals(server):

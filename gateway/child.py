@@ -3,7 +3,6 @@ stdin, which then stays open: when it closes, the parent is gone, and so is the 
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import math
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict
 
 from engine.config import ConfigError
+from engine.garbage import settle
 from gateway.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 EX_CONFIG = 78
 """Exit status of a child whose settings can't work: starting it again would not help (sysexits.h)."""
 BEAT_EVERY_S = 1
-GARBAGE = 50_000
-"""New objects between two looks for cycles of them; a request makes some hundreds, nearly all without cycles."""
 
 
 class Job(BaseModel):
@@ -76,16 +74,13 @@ def run_worker(job: Job) -> None:
 def serve(
     app: FastAPI, settings: Settings, listen_fds: list[int], beat: Callable[[], Awaitable[None]], tally: Tally
 ) -> None:
-    """As run_worker(), for any application. What was loaded until now lives as long as the process does: the garbage
-    collector need not look at it again, which it would do every few hundred requests."""
+    """As run_worker(), for any application."""
     import uvicorn
 
     from gateway.http_guard import GuardedProtocol
     from gateway.sharing_server import SharingServer
 
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GARBAGE)
+    settle()
     config = uvicorn.Config(
         app,
         http=GuardedProtocol,

@@ -107,8 +107,6 @@ class FakeRunner:
         digest = hashlib.sha256(repr((tokens, adapter)).encode()).digest()
         return 3 + int.from_bytes(digest[:4], "little") % (self.vocab_size - 3)
 
-    def close(self) -> None: ...
-
     def run(self, step: Step) -> list[Sampled]:
         self.steps += 1
         sampled = []

@@ -191,7 +191,7 @@ async def test_stopping_a_choice(endpoint: str, serve: Serve, monkeypatch: pytes
             lengths[chunk.choice] += len(chunk.ids)
             if chunk.choice == 1 and chunk.start == 3:
                 stream.stop(1)
-                await until(lambda: running.link.inbox.qsize() > 0 or stopped)
+                await until(lambda: running.link.inbox or stopped)
                 running.runner.leaves.release(100)
 
         assert lengths[0] == 60
@@ -251,9 +251,12 @@ async def test_engine_death_breaks_streams_at_once(
         stream = await client.generate(ask(max_tokens=400))
         await anext(stream)
 
-        running.link._stopping = True
+        for does in ("receive", "send"):
+            monkeypatch.setattr(running.link, does, lambda *_: time.sleep(0.01))  # nothing any more
+        running.link._stopping.set()
         running.link._thread.join()
-        running.link._context.destroy(linger=0)
+        with running.link._lock:
+            running.link._context.destroy(linger=0)
         async with asyncio.timeout(60):
             with pytest.raises(Broken):
                 async for _ in stream:
@@ -341,6 +344,25 @@ async def test_a_silent_engine_is_given_up(endpoint: str, serve: Serve, monkeypa
         running.runner.leaves.release(1000)
         monkeypatch.setattr("engine.server.STALL_S", 60.0)
         await client.wait_ready(30)
+
+
+async def test_a_long_step_is_no_silence(endpoint: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings are answered, and a new worker is told that the engine is there, while a step lasts for many of them."""
+    monkeypatch.setattr("engine.client.PING_EVERY_S", 0.2)
+    monkeypatch.setattr("engine.server.LONG_STEP_S", 0.2)
+    running = serve(endpoint)
+    running.runner.leaves = threading.Semaphore(1)
+    async with connected(endpoint) as client:
+        await client.wait_ready(30)
+        stream = await client.generate(ask(max_tokens=20))
+        await anext(stream)
+        await asyncio.sleep(4 * MAX_MISSES * 0.2)
+
+        assert client.ready is not None
+        async with connected(endpoint) as other:
+            await other.wait_ready(30)
+        running.runner.leaves.release(100)
+        assert sum([len(chunk.ids) async for chunk in stream]) == 19
 
 
 async def test_vanished_worker_frees_the_engine(endpoint: str, serve: Serve) -> None:
@@ -437,7 +459,7 @@ async def test_drain_finishes_what_runs(endpoint: str, serve: Serve) -> None:
         running.server.stop()
 
         late = asyncio.create_task(client.generate(ask("late")))
-        await until(lambda: running.link.inbox.qsize() > 0 or late.done())
+        await until(lambda: running.link.inbox or late.done())
         running.runner.leaves.release(100)
         with pytest.raises(Refused) as caught:
             await late

@@ -36,7 +36,8 @@ def test_what_was_prefaulted_is_written_without_a_fault() -> None:
     ready, other, first = untouched(3)
     faults_of_writing(first)  # what has never run may fault itself
 
-    Prefault([ready]).wait()
+    with Prefault([ready]):
+        pass
 
     assert faults_of_writing(ready) < FEW
     assert faults_of_writing(other) > 10 * FEW
@@ -46,7 +47,8 @@ def test_tensors_are_prefaulted_side_by_side_up_to_the_limit() -> None:
     """Each from its beginning, where the first blocks lie."""
     tensors = untouched(2)
 
-    Prefault(tensors, limit_bytes=SIZE).wait()
+    with Prefault(tensors, limit_bytes=SIZE):
+        pass
 
     for tensor in tensors:
         assert faults_of_writing(tensor[: SIZE // 2]) < FEW
@@ -54,15 +56,13 @@ def test_tensors_are_prefaulted_side_by_side_up_to_the_limit() -> None:
 
 
 def test_what_is_written_meanwhile_stays() -> None:
-    """It may come late: the engine does not wait for it."""
     tensors = untouched(4)
     for tensor in tensors:
         tensor[::1000] = 7
 
-    prefault = Prefault(tensors)
-    for tensor in tensors:
-        tensor[1::1000] = 9
-    prefault.wait()
+    with Prefault(tensors):
+        for tensor in tensors:
+            tensor[1::1000] = 9
 
     for tensor in tensors:
         assert (tensor[::1000] == 7).all()
@@ -70,11 +70,11 @@ def test_what_is_written_meanwhile_stays() -> None:
         assert int(tensor.sum(dtype=torch.int64)) == 7 * len(tensor[::1000]) + 9 * len(tensor[1::1000])
 
 
-def test_closing_ends_it_early() -> None:
-    """An engine that is closed does not go on taking memory."""
+def test_a_fault_of_what_it_runs_beside_ends_it_early() -> None:
+    """A start that fails does not first take all its memory."""
     tensors = untouched(64)
 
-    prefault = Prefault(tensors)
-    prefault.close()
+    with pytest.raises(ZeroDivisionError), Prefault(tensors):
+        raise ZeroDivisionError
 
     assert faults_of_writing(tensors[-1]) > 10 * FEW
