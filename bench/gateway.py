@@ -5,9 +5,11 @@ PostgreSQL; keys, limits and ledger on. One line of JSON per measurement.
                             [--database URL|postgresql] [--soak SECONDS] [--floor REQ_S] [--litellm PATH/TO/litellm]
 
     plain     non-stream chats of 8 tokens, no two of them equal, as fast as they go
-    half      the same at half of the claimed rate (1,500), when they become due and not when others have ended: the
-              added latency, from the request's bytes to the answer's last ones (the engine's own way included)
-    own_half  the same at half of the rate of `plain`; both begin when the ledger has caught up with what came before
+    half      the same at half of the claimed rate (1,500), when they become due and not when others have ended: from
+              the request's bytes to the answer's last ones (the engine's own way included)
+    direct    the same again to HTTP that answers at once, with no gateway before it
+    added     what the gateway adds: half without direct
+    own_half  as half, at half of the rate of `plain`; both begin when the ledger has caught up with what came before
     burst     streams of 64 tokens that are there at once: events per second
     stream    five times as many streams of 64 tokens, one every 20 ms: what an event costs that is sent alone
     soak      with --soak, plain chats at a quarter of the rate for so long: memory of the workers, ten times on the way
@@ -205,20 +207,27 @@ def litellm_version(command: str) -> str:
 
 @contextlib.asynccontextmanager
 async def litellm(options: argparse.Namespace, directory: Path, workers: int) -> AsyncIterator[Served]:
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-    config, key = directory / "litellm.yaml", "sk-bench"
-    config.write_text(LITELLM.replace("PORT", str(ports[0])).replace("KEY", key))
-    with contextlib.ExitStack() as stack:
-        upstream = stack.enter_context(child(sys.executable, "-m", "bench.stand_ins", "upstream", str(ports[0])))
-        proxy = stack.enter_context(
-            child(options.litellm, "--config", str(config), "--port", str(ports[1]), "--host", "127.0.0.1",
-                  "--num_workers", str(workers), LITELLM_MODE="PRODUCTION", LITELLM_LOG="ERROR")
-        )  # fmt: skip
-        await answers(ports[1], "/health/liveliness", key)
-        yield Served(ports[1], key, {"gateway": descendants(proxy.pid), "upstream": [upstream.pid]})
+    config, key, port = directory / "litellm.yaml", "sk-bench", free_port()
+    async with upstream() as bare:
+        config.write_text(LITELLM.replace("PORT", str(bare.port)).replace("KEY", key))
+        with child(options.litellm, "--config", str(config), "--port", str(port), "--host", "127.0.0.1",
+                   "--num_workers", str(workers), LITELLM_MODE="PRODUCTION", LITELLM_LOG="ERROR") as proxy:  # fmt: skip
+            await answers(port, "/health/liveliness", key)
+            yield Served(port, key, {"gateway": descendants(proxy.pid)} | bare.parts)
+
+
+@contextlib.asynccontextmanager
+async def upstream() -> AsyncIterator[Served]:
+    """HTTP that answers at once."""
+    port = free_port()
+    with child(sys.executable, "-m", "bench.stand_ins", "upstream", str(port)) as process:
+        await answers(port, "/")
+        yield Served(port, "none", {"upstream": [process.pid]})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def report(name: str, **values: object) -> None:
@@ -247,9 +256,13 @@ async def measure(options: argparse.Namespace) -> int:
             await load(served.port, served.post(max_tokens=8), connections=options.connections, seconds=2)
             before = rss_mb(served.parts["gateway"])
             full = await measured("plain", served, options)
-            for name, rate in {"half": CLAIMED_RATE / 2, "own_half": full.rate / 2}.items():
-                await served.ledger_written()
-                await measured(name, served, options, rate=rate)
+            await served.ledger_written()
+            half = await measured("half", served, options, rate=CLAIMED_RATE / 2)
+            async with upstream() as bare:
+                direct = await measured("direct", bare, options, rate=CLAIMED_RATE / 2)
+            report("added", **{f"p{p}_ms": round(half.percentile_ms(p) - direct.percentile_ms(p), 2) for p in (50, 99)})
+            await served.ledger_written()
+            await measured("own_half", served, options, rate=full.rate / 2)
             await measured("burst", served, options)
             await measured("stream", served, options, connections=5 * options.connections)
             report("rss", mb_before=before, mb_after=rss_mb(served.parts["gateway"]))

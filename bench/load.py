@@ -33,10 +33,13 @@ class Result:
     def rate(self) -> float:
         return len(self.latencies) / self.seconds
 
+    def percentile_ms(self, percent: float) -> float:
+        return percentile_ms(self.latencies, percent)
+
     def as_dict(self) -> dict[str, object]:
         found: dict[str, object] = {
-            "requests_per_s": round(self.rate, 1), "p50_ms": percentile_ms(self.latencies, 50),
-            "p99_ms": percentile_ms(self.latencies, 99), "events_per_s": round(self.events / self.seconds),
+            "requests_per_s": round(self.rate, 1), "p50_ms": self.percentile_ms(50),
+            "p99_ms": self.percentile_ms(99), "events_per_s": round(self.events / self.seconds),
             "statuses": self.statuses,
         }  # fmt: skip
         return found | {"late_p99_ms": percentile_ms(self.late, 99)} if self.late else found

@@ -97,7 +97,7 @@ async def upstream(port: int) -> None:
             self.transport = transport
 
         def data_received(self, data: bytes) -> None:
-            if data.endswith(b"}"):
+            if data.endswith(b"}") or data.startswith(b"GET"):
                 self.transport.write(answer)
 
     await (await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", port)).serve_forever()

@@ -21,8 +21,8 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14: as writing to every page, without chang
 
 
 class Prefault:
-    """Backs the tensors side by side, each from its beginning, `limit_bytes` of them all, while a `with` block runs. Done
-    when the block ends, given up when it fails. Where the system can't do it, not at all.
+    """Backs the tensors side by side, each from its beginning, `limit_bytes` of them all, while a `with` block runs: it
+    waits at its end, and gives up when it fails. Where the system can't do it, not at all.
 
     Not to be left running beside steps: the thread holds the lock of the address space, and would keep waiting for it
     whoever maps memory, and behind them whoever meets a new page.
