@@ -131,7 +131,7 @@ class Transformer:
     def logits(self, hidden_TH: Tensor, batch: ForwardBatch, rows_R: Tensor) -> Tensor:
         """[R, V] fp32 for some rows of `forward`'s result: take only those that are wanted (batch.logit_rows). V is
         larger than the base's where adapters of the batch add tokens, −inf for rows of others."""
-        hidden_RH = hidden_TH[rows_R]
+        hidden_RH = hidden_TH.index_select(0, rows_R)  # torch's threads turn idly for ms after indexing
         overrides = Overrides(batch, self.ops, self.config.rms_norm_eps, self.config.vocab_size)
         normal_RH = self.ops.rms_norm(hidden_RH, self._norm_H, self.config.rms_norm_eps)
         if overrides:

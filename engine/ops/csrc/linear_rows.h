@@ -14,6 +14,7 @@ INLINE void multiply(vf (&acc)[R][V], const Form::Pair* x, const Bf16Tiles& tile
                      Ahead& ahead, Far& far) {
   for (long k = first; k < last; k += UNROLL) {
     const Form::Pair* xs = x + k / BLOCK_PAIRS * BLOCK_PAIRS * R + k % BLOCK_PAIRS;
+    asm("" : "+r"(xs));  // one address and constant distances from it: else the compiler counts an index for each row
     const uint32_t* raw[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) raw[v] = Bf16Tiles::fetch(tiles, k, v);
@@ -45,6 +46,8 @@ template <int R, int V>
 INLINE void product(const Form::Pair* x, const Bf16Tiles& tiles, long pairs, Ahead ahead, Far far, const Out& out,
                     long row, const Delta& delta) {
   vf total[R][V] = {};
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < V; v++) __builtin_prefetch(out.data + (row + r) * out.stride + v * L, 1, 3);
   multiply<R, V>(total, x, tiles, 0, pairs, ahead, far);
   if constexpr (R >= MAX_R / 2 && V == 2)
     if (delta.rank) {
