@@ -35,17 +35,3 @@ def test_cycles_of_before_and_after_are_freed() -> None:
         "many = [[] for _ in range(THRESHOLD + 1)]\n"
         "assert after() is None"
     )
-
-
-def test_an_engine_settles_before_it_serves() -> None:
-    run(
-        "import gc; from pathlib import Path; from types import SimpleNamespace as Bag\n"
-        "import engine.build, engine.server as server\n"
-        "core = Bag(close=lambda: None)\n"
-        "engine.build.build_core = lambda config: (core, None)\n"
-        "server.Link = lambda *_: core\n"
-        "server.Server = lambda *_: Bag(run=lambda: counts.append(gc.get_freeze_count()), stop=lambda: None)\n"
-        "counts = []\n"
-        "server.run(None, 'ipc:///nowhere')\n"
-        "assert counts[0] > 10_000, counts"
-    )

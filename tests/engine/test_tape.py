@@ -75,3 +75,18 @@ def test_recordings_are_few(tmp_path: Path) -> None:
 
     (replay,) = model._replays.values()
     assert len(replay._recordings) == tapes.MAX_TAPES  # type: ignore[attr-defined]
+
+
+def test_a_step_leaves_torch_threads_alone(tmp_path: Path) -> None:
+    """Indexing by a tensor wakes them for a few rows already, and they turn for milliseconds on the cores that the
+    operations behind it compute on."""
+    config = ModelConfig.from_dir(tiny_model(tmp_path, num_layers=1))
+    model = load_model(tmp_path, config, OPS)
+    cache = KVCache(config, 4, BLOCK_SIZE, OPS.weight_dtype)
+    batch = build_batch(step_of([Part(make_sequence([1, 2, 3], [0]), 0, 3)]), None, BLOCK_SIZE)
+    with torch.profiler.profile() as profile:
+        model.logits(model.forward(batch, cache), batch, torch.tensor([2]))
+
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::index" not in names
+    assert "aten::index_select" in names
