@@ -315,8 +315,6 @@ def run(config: EngineConfig, endpoint: str, key: str | None = None, grace_s: fl
     anything is loaded when that can't be. A fault inside a step ends the process: a supervisor starts a clean one.
     """
     check_endpoint(endpoint, key)
-    # Before torch is there: its threads would turn for ms after every use, on the cores of our own.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build import build_core
 
     core, ready = build_core(config)

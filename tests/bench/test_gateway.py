@@ -24,7 +24,9 @@ async def test_every_measurement_is_reported(tiny_llama: Path, capsys: pytest.Ca
     assert await gateway.measure(options) == 0
 
     found = {line["bench"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert list(found) == ["plain", "half", "own_half", "burst", "stream", "rss", "soak"]
+    assert list(found) == ["plain", "half", "direct", "added", "own_half", "burst", "stream", "rss", "soak"]
+    assert set(found["direct"]["statuses"]) == {"200"}
+    assert found["added"]["p50_ms"] == pytest.approx(found["half"]["p50_ms"] - found["direct"]["p50_ms"], abs=0.02)
     for name in ("plain", "half", "own_half", "burst", "stream"):
         assert set(found[name]["statuses"]) == {"200"}
         costs = found[name]["cpu_ms"]

@@ -40,11 +40,11 @@ async def upload(server: Live, where: str, name: str, files: Path, method: str =
 
 @contextmanager
 def statements() -> Iterator[list[str]]:
-    """What SQL is asked of any database, but for what runs by itself."""
+    """What is looked up in any database. The ledger and a key's last use are written by themselves."""
     seen: list[str] = []
 
     def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
-        if "adapter" in statement or "api_keys" in statement:
+        if statement.startswith("SELECT") and ("adapter" in statement or "api_keys" in statement):
             seen.append(statement)
 
     event.listen(Engine, "before_cursor_execute", note)
