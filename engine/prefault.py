@@ -24,8 +24,8 @@ class Prefault:
     """Backs the tensors side by side, each from its beginning, `limit_bytes` of them all, while a `with` block runs: it
     waits at its end, and gives up when it fails. Where the system can't do it, not at all.
 
-    Not to be left running beside steps: the thread holds the lock of the address space, and would keep waiting for it
-    whoever maps memory, and behind them whoever meets a new page.
+    Not to be left running beside steps: the thread holds the lock of the address space, for which whoever maps memory
+    has to wait, and behind them whoever meets a new page.
     """
 
     def __init__(self, tensors: Sequence[Tensor], limit_bytes: int = LIMIT_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""What an engine's own process does before it serves, for nothing else to stop it or take its cores."""
+"""What a process that has to answer in time does before it serves, for nothing else to stop it or take its cores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+KEPT = """
+import gc
+from engine.garbage import settle
+
+kept = [[number] for number in range(100_000)]
+settle()
+print(len(gc.get_objects()))
+"""
+CYCLES = """
+import weakref
+from engine.garbage import THRESHOLD, settle
+
+class Node: ...
+
+def cycle():
+    one = Node()
+    one.itself = one
+    return weakref.ref(one)
+
+before = cycle()
+settle()
+after = cycle()
+many = [[] for _ in range(THRESHOLD + 1)]
+print(sum(node() is not None for node in (before, after)))
+"""
 COLLECTOR = """
 import gc, sys
 from types import SimpleNamespace as Bag
@@ -51,7 +76,15 @@ def printed(script: str) -> int:
     return int(subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True))
 
 
-def test_the_collector_leaves_what_was_loaded_alone() -> None:
+def test_what_was_loaded_is_not_looked_at_again() -> None:
+    assert printed(KEPT) < 1000
+
+
+def test_cycles_of_before_and_after_are_freed() -> None:
+    assert printed(CYCLES) == 0
+
+
+def test_an_engine_settles_before_it_serves() -> None:
     assert printed(COLLECTOR) > 10_000
 
 
