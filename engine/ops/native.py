@@ -11,9 +11,10 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_long, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_long, c_void_p
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ BLOCK_SIZE = 16
 HEAD_DIM_UNIT = 16
 TABLE_UNIT = 16
 """Block tables are as wide as a multiple of it, so that a growing context seldom changes a batch's shape."""
+
+EQUAL_CONTEXT = 1600
+"""A token's attention to so many positions takes as long as its linears (the demo model)."""
+UNEVEN = 1.1
+"""So much longer than the mean may the longest part be."""
 
 # As OPERATIONS in csrc/cpu.cpp:
 LINEAR, LORA, WRITE_KV, ATTENTION, RMS_NORM, SILU_MUL, ROPE, DENSE, DRAW, GREEDY = range(10)
@@ -54,6 +60,10 @@ class _Weights(ctypes.Structure):
 
 class _Inputs(ctypes.Structure):
     _fields_ = [("moments", c_void_p), ("factor", c_void_p)]
+
+
+class _Recorded(ctypes.Structure):
+    _fields_ = [("tape", c_char_p), ("count", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,32 @@ class NativePlan:
         ctypes.memmove(segments, self.segments, ctypes.sizeof(segments))
         return replace(self, arrays=tuple(array.copy() for array in self.arrays), segments=segments)
 
+    def cut(self, number: int) -> list[tuple[slice, NativePlan]]:
+        """Between sequences, in parts that cost about the same: their tokens, and their plans. All in one part where
+        there are no even ones."""
+        starts, lengths, contexts, _ = self.arrays
+        costs = np.cumsum(lengths * (1.0 + contexts / EQUAL_CONTEXT))
+        wanted = costs[-1] / number
+        rows = [0, *(int(np.abs(costs - wanted * i).argmin()) + 1 for i in range(1, number)), len(costs)]
+        shares = np.diff(np.concatenate(([0.0], costs))[rows])
+        if shares.min() <= 0 or shares.max() > UNEVEN * wanted:
+            return [(slice(0, self.num_tokens), self)]
+        tokens = [*(int(starts[row]) for row in rows[:-1]), self.num_tokens]
+        return [
+            (slice(first, last), self._part(slice(*own), first, last))
+            for own, (first, last) in zip(pairwise(rows), pairwise(tokens), strict=True)
+        ]
+
+    def _part(self, rows: slice, first: int, last: int) -> NativePlan:
+        arrays = tuple(array[rows].copy() for array in self.arrays)
+        arrays[0][:] -= first
+        there = [each for each in self.segments if each.start < last and each.end > first]
+        segments = (_Segment * len(there))(
+            *(_Segment(max(each.start, first) - first, min(each.end, last) - first, each.arena, each.directory)
+              for each in there)
+        )  # fmt: skip
+        return NativePlan(last - first, arrays, segments, self.max_rank)
+
     def take(self, other: NativePlan) -> None:
         """Becomes equal to another plan of this shape, at the addresses that it has."""
         for own, given in zip(self.arrays, other.arrays, strict=True):
@@ -116,7 +152,11 @@ class NativeOps:
         self._library.chorus_packed_bytes.restype = c_long
         self._library.chorus_run.argtypes = (c_char_p, c_long)
         self._library.chorus_run.restype = None
-        self.run_rows = self._library.chorus_run
+        self._library.chorus_run_all.argtypes = (POINTER(_Recorded), c_long)
+        self._library.chorus_run_all.restype = None
+        self._library.chorus_least_part.restype = c_long
+        self.least_part = 0
+        """Tokens that each thread gets at least where it runs a part of a batch alone."""
         self.rounds_activations = bool(self._library.chorus_rounds_activations())
         self.set_threads(torch.get_num_threads())
         self._slices: dict[LoraSlices, tuple[Any, int]] = {}
@@ -124,6 +164,7 @@ class NativeOps:
 
     def set_threads(self, num_threads: int) -> None:
         """How many threads an operation uses, the caller's included. For the whole process."""
+        self._num_threads = num_threads
         self._library.chorus_set_threads(c_int(num_threads))
 
     def replay(self) -> Replay:
@@ -131,7 +172,7 @@ class NativeOps:
 
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[None]:
-        """Every operation of this thread goes to the tape as well, and works in its memory."""
+        """Operations of this thread go to the tape instead of being run, and work in its memory."""
         self._local.tape = tape
         try:
             yield
@@ -140,10 +181,22 @@ class NativeOps:
 
     def _run(self, operation: int, *arguments: int) -> None:
         row = ROWS[len(arguments) + 1].pack(operation, *arguments)
-        self.run_rows(row, 1)
         tape = getattr(self._local, "tape", None)
-        if tape is not None:
+        if tape is None:
+            self._library.chorus_run(row, 1)
+        else:
             tape.append(row)
+
+    def run_all(self, tapes: list[tuple[bytes, int]]) -> None:
+        """Rows of operations and how many they are, of each tape: side by side, a thread for each."""
+        made = (_Recorded * len(tapes))(*(_Recorded(*each) for each in tapes))
+        self._library.chorus_run_all(made, len(tapes))
+
+    def parts(self, plan: NativePlan) -> list[tuple[slice, NativePlan]]:
+        """Of a batch, for each thread one, if they are large and even enough: tokens of a batch, and their plan."""
+        if self._num_threads > 1 and plan.num_tokens >= self.least_part * self._num_threads:
+            return plan.cut(self._num_threads)
+        return [(slice(0, plan.num_tokens), plan)]
 
     def _empty(self, *shape: int) -> Tensor:
         tape: Tape | None = getattr(self._local, "tape", None)
@@ -168,7 +221,7 @@ class NativeOps:
         if moments is not None:
             known = byref(_Inputs(_at(moments.moments_HH), _at(moments.factor_HH)))
         self._library.chorus_pack(byref(weights), c_void_p(weight_OH.data_ptr()), known, c_void_p(data.data_ptr()))
-        return _packed(data, weights)
+        return self._packed(data, weights)
 
     def restore_linear(
         self, data: Tensor, outputs: int, inputs: int, quantization: Quantization | None
@@ -176,7 +229,12 @@ class NativeOps:
         """From the `data` of one that was packed so, by the library of this `layout`."""
         weights = _weights(outputs, inputs, quantization)
         assert data.nbytes == self._library.chorus_packed_bytes(byref(weights))
-        return _packed(data, weights)
+        return self._packed(data, weights)
+
+    def _packed(self, data: Tensor, weights: _Weights) -> PackedLinear:
+        self.least_part = max(self.least_part, self._library.chorus_least_part(c_long(weights.format)))
+        weights.data = data.data_ptr()
+        return PackedLinear(data, weights, weights.N, ctypes.addressof(weights))
 
     def squares(self, packed: PackedLinear, weight_OH: Tensor) -> Tensor:
         squares_O = torch.empty(packed.outputs)
@@ -315,11 +373,6 @@ class NativeOps:
 def _weights(outputs: int, inputs: int, quantization: Quantization | None) -> _Weights:
     bits, group = (None, 0) if quantization is None else (quantization.bits, quantization.group)
     return _Weights(None, outputs, inputs, FORMATS[bits], group)
-
-
-def _packed(data: Tensor, weights: _Weights) -> PackedLinear:
-    weights.data = data.data_ptr()
-    return PackedLinear(data, weights, weights.N, ctypes.addressof(weights))
 
 
 def _at(tensor: Tensor | None) -> int:

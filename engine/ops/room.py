@@ -15,7 +15,8 @@ ALIGNMENT = 64
 
 class Room:
     """For one thread. It holds as many pieces of memory as were in use at once, as large as they had to be.
-    With `keeps` no piece is ever given back, so that what is written down of addresses stays true."""
+    With `keeps` no piece is ever given back, so that what is written down of addresses stays true; its sizes are powers
+    of two then, so that batches of ever new sizes share them."""
 
     def __init__(self, *, keeps: bool = False) -> None:
         self._keeps = keeps
@@ -42,7 +43,7 @@ class Room:
                 self._free.remove(index)
                 self._memory[index] = _aligned(size)
                 return index
-        self._memory.append(_aligned(size))
+        self._memory.append(_aligned(1 << (size - 1).bit_length() if self._keeps else size))
         return len(self._memory) - 1
 
 

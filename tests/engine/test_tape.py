@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +16,9 @@ from engine.lora import LoraBank
 from engine.model.config import ModelConfig
 from engine.model.transformer import Transformer
 from engine.model.weights import load_model
+from engine.ops import native
 from engine.ops import tape as tapes
-from engine.ops.native import NativeOps
+from engine.ops.native import NativeOps, NativePlan
 from tests.engine.forward import BLOCK_SIZE, Part, make_sequence, random_adapter, step_of
 from tests.engine.peft_cases import make_base
 from tests.tiny import tiny_model
@@ -42,9 +45,24 @@ def decode(model: Transformer, config: ModelConfig, bank: LoraBank) -> list[Tens
     return found
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    OPS.set_threads(2)
+    yield
+    OPS.set_threads(torch.get_num_threads())
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "least_part"), [(64, 1000), (64, 1), (0, 1)], ids=["kept", "kept-in-parts", "in-parts"]
+)
 @pytest.mark.parametrize("base", ["biased", "qwen3"])
-def test_a_recorded_step_is_the_step(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, with adapters and norms of heads, while contexts, rows and adapters of the batch change."""
+@pytest.mark.usefixtures("two_threads")
+def test_a_recorded_step_is_the_step(
+    base: str, max_rows: int, least_part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with adapters and norms of heads, while contexts, rows and adapters of the batch change; whether all
+    threads share each operation, or each has rows of its own, of a step that is recorded for later ones or is too
+    large for that."""
     path = make_base(tmp_path / base, base)
     config = ModelConfig.from_dir(path)
     model = load_model(path, config, OPS)
@@ -57,11 +75,71 @@ def test_a_recorded_step_is_the_step(base: str, tmp_path: Path, monkeypatch: pyt
         }
         bank.place(name, random_adapter(config.base_shape(), ranks, seed, dtype=torch.bfloat16))
 
+    monkeypatch.setattr(OPS, "least_part", least_part)
+    monkeypatch.setattr(tapes, "MAX_ROWS", max_rows)
     recorded = decode(model, config, bank)
+    monkeypatch.setattr(OPS, "least_part", 1000)
     monkeypatch.setattr(tapes, "MAX_ROWS", 0)
     called = decode(model, config, bank)
 
     assert all(torch.equal(*pair) for pair in zip(recorded, called, strict=True))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_equal_parts_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one shape run at the same time, each in memory of its own."""
+    config = ModelConfig.from_dir(tiny_model(tmp_path, num_layers=2))
+    model = load_model(tmp_path, config, OPS)
+    rows = [make_sequence([3 + row] * 20, [2 * row, 2 * row + 1]) for row in range(8)]
+    batch = build_batch(step_of([Part(row, 0, 6) for row in rows]), None, BLOCK_SIZE)
+    found = []
+    for min_part in (1, 1000):
+        monkeypatch.setattr(OPS, "least_part", min_part)
+        found.append(model.forward(batch, KVCache(config, 16, BLOCK_SIZE, OPS.weight_dtype)).clone())
+
+    assert torch.equal(*found)
+
+
+def plan_of(lengths: list[int], contexts: list[int], segments: list[tuple[int, int]]) -> NativePlan:
+    starts_S = np.cumsum([0, *lengths[:-1]])
+    arrays = (starts_S, np.array(lengths), np.array(contexts), np.arange(2 * len(lengths)).reshape(-1, 2))
+    made = (native._Segment * len(segments))(*(native._Segment(*each, 7 + i, 9) for i, each in enumerate(segments)))
+    return NativePlan(sum(lengths), arrays, made, 4)
+
+
+def test_parts_of_a_batch() -> None:
+    """Whole sequences, even in what they cost; each part counts its tokens, and those of its adapters, from 0."""
+    parts = plan_of([1, 1, 4, 1, 1, 1, 3], [9, 9, 4, 9, 9, 9, 3], [(5, 8), (8, 12)]).cut(2)
+    (first, plan), (second, other) = parts
+
+    assert (first, second) == (slice(0, 6), slice(6, 12))
+    assert (plan.num_tokens, other.num_tokens) == (6, 6)
+    assert [each.tolist() for each in plan.arrays] == [[0, 1, 2], [1, 1, 4], [9, 9, 4], [[0, 1], [2, 3], [4, 5]]]
+    assert [each.tolist() for each in other.arrays[:3]] == [[0, 1, 2, 3], [1, 1, 1, 3], [9, 9, 9, 3]]
+    assert [(each.start, each.end, each.arena) for each in plan.segments] == [(5, 6, 7)]
+    assert [(each.start, each.end, each.arena) for each in other.segments] == [(0, 2, 7), (2, 6, 8)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts"), [([40], [40]), ([1, 30], [8, 30]), ([1] * 8, [10] * 7 + [20_000])],
+    ids=["one sequence", "a long one", "a long context"],
+)  # fmt: skip
+def test_uneven_parts_are_not_made(lengths: list[int], contexts: list[int]) -> None:
+    plan = plan_of(lengths, contexts, [])
+
+    assert plan.cut(2) == [(slice(0, sum(lengths)), plan)]
+
+
+@pytest.mark.parametrize(("num_threads", "num_parts"), [(1, 1), (2, 2), (3, 1)])
+def test_few_rows_are_not_divided(num_threads: int, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OPS, "least_part", 6)
+    OPS.set_threads(num_threads)
+    try:
+        parts = OPS.parts(plan_of([1] * 12, [64] * 12, []))
+    finally:
+        OPS.set_threads(torch.get_num_threads())
+
+    assert len(parts) == num_parts
 
 
 def test_recordings_are_few(tmp_path: Path) -> None:

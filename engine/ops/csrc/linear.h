@@ -47,7 +47,8 @@ static void run_parts(Job job, long columns, Form::Pair* laid, Z* z, const Out& 
   });
   static thread_local std::vector<long> ends;  // of tasks that get smaller, so that all threads end at about the same time
   ends.assign(1, 0);
-  while (ends.back() < tiles) ends.push_back(ends.back() + std::max(1L, (tiles - ends.back()) / (2L * pool.size())));
+  const long sharers = pool.size() == 1 ? 1 : 2L * pool.size();
+  while (ends.back() < tiles) ends.push_back(ends.back() + std::max(1L, (tiles - ends.back()) / sharers));
   const long* bounds = ends.data();
   pool.run(long(ends.size()) - 1, [&](long task) { run_task(job, bounds[task], bounds[task + 1], out); });
 }

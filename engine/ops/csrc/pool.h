@@ -27,10 +27,10 @@ class Pool {
     for (; helpers_ < num_threads - 1; helpers_++) std::thread([this] { help(); }).detach();
     wanted_ = num_threads;
   }
-  int size() const { return wanted_; }
+  int size() const { return is_inside_ ? 1 : wanted_; }  // threads that a job of this thread would have
 
   template <class F> void run(long count, const F& task) {
-    if (wanted_ == 1 || count < 2 || is_taken_.test_and_set(std::memory_order_acquire)) {
+    if (size() == 1 || count < 2 || is_taken_.test_and_set(std::memory_order_acquire)) {
       for (long i = 0; i < count; i++) task(i);  // alone: also while another thread (one that loads) has the helpers
       return;
     }
@@ -62,7 +62,9 @@ class Pool {
       const void* data = data_.load(std::memory_order_relaxed);
       if (index >= count_.load(std::memory_order_relaxed)) return false;
       if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
+      is_inside_ = true;
       call(data, index);
+      is_inside_ = false;
       done_.fetch_add(1, std::memory_order_release);
       return true;
     }
@@ -85,6 +87,7 @@ class Pool {
   std::atomic<long> done_{0};
   std::atomic_flag is_taken_ = ATOMIC_FLAG_INIT;
   int helpers_ = 0, wanted_ = 1;
+  static inline thread_local bool is_inside_ = false;
 };
 
 static Pool& pool = *new Pool;  // never destroyed: helpers outlive main()
