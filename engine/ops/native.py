@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import ForwardBatch, Ints
@@ -36,8 +37,8 @@ TABLE_UNIT = 16
 
 EQUAL_CONTEXT = 1600
 """A token's attention to so many positions takes as long as its linears (the demo model)."""
-UNEVEN = 1.1
-"""So much longer than the mean may the longest part be."""
+UNEVEN, SNAP = 1.1, 1 / 32
+"""So much longer than the mean may the longest part be; so much of it may be given away not to cut a sequence."""
 
 # As OPERATIONS in csrc/cpu.cpp:
 LINEAR, LORA, WRITE_KV, ATTENTION, RMS_NORM, SILU_MUL, ROPE, DENSE, DRAW, GREEDY = range(10)
@@ -63,7 +64,7 @@ class _Inputs(ctypes.Structure):
 
 
 class _Recorded(ctypes.Structure):
-    _fields_ = [("tape", c_char_p), ("count", ctypes.c_int64)]
+    _fields_ = [("tape", c_char_p), ("count", ctypes.c_int64), ("waits", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
@@ -99,37 +100,52 @@ class NativePlan:
         ctypes.memmove(segments, self.segments, ctypes.sizeof(segments))
         return replace(self, arrays=tuple(array.copy() for array in self.arrays), segments=segments)
 
-    def cut(self, number: int) -> list[tuple[slice, NativePlan]]:
-        """Between sequences, in parts that cost about the same: their tokens, and their plans. All in one part where
-        there are no even ones."""
+    def cut(self, number: int) -> list[Part]:
+        """In parts that cost about the same; in one where there are none."""
         starts, lengths, contexts, _ = self.arrays
-        costs = np.cumsum(lengths * (1.0 + contexts / EQUAL_CONTEXT))
-        wanted = costs[-1] / number
-        rows = [0, *(int(np.abs(costs - wanted * i).argmin()) + 1 for i in range(1, number)), len(costs)]
-        shares = np.diff(np.concatenate(([0.0], costs))[rows])
-        if shares.min() <= 0 or shares.max() > UNEVEN * wanted:
-            return [(slice(0, self.num_tokens), self)]
-        tokens = [*(int(starts[row]) for row in rows[:-1]), self.num_tokens]
-        return [
-            (slice(first, last), self._part(slice(*own), first, last))
-            for own, (first, last) in zip(pairwise(rows), pairwise(tokens), strict=True)
-        ]
+        contexts_T = np.arange(self.num_tokens) + np.repeat(contexts - lengths - starts, lengths)
+        costs = np.cumsum(np.concatenate(([0.0], 1.0 + contexts_T / EQUAL_CONTEXT)))
+        share = costs[-1] / number
+        ends = [0, *(self._near(costs, share * i, share * SNAP) for i in range(1, number)), self.num_tokens]
+        shares = np.diff(costs[ends])
+        if shares.min() <= 0 or shares.max() > UNEVEN * share:
+            return [Part(slice(0, self.num_tokens), self, False)]
+        return [self._part(*each) for each in pairwise(ends)]
 
-    def _part(self, rows: slice, first: int, last: int) -> NativePlan:
-        arrays = tuple(array[rows].copy() for array in self.arrays)
-        arrays[0][:] -= first
+    def _near(self, costs: NDArray[np.float64], wanted: float, distance: float) -> int:
+        """The token where the cost is as wanted, or the first one of a sequence where that is about the same."""
+        starts = self.arrays[0]
+        nearest = int(starts[np.abs(costs[starts] - wanted).argmin()])
+        return nearest if abs(costs[nearest] - wanted) <= distance else int(np.abs(costs - wanted).argmin())
+
+    def _part(self, first: int, last: int) -> Part:
+        starts, lengths, contexts, tables_SB = self.arrays
+        rows = slice(int(np.searchsorted(starts, first, "right")) - 1, int(np.searchsorted(starts, last)))
+        begins, ends = np.maximum(starts[rows], first), np.minimum(starts[rows] + lengths[rows], last)
+        left = starts[rows] + lengths[rows] - ends
+        arrays = (begins - first, ends - begins, contexts[rows] - left, tables_SB[rows].copy())
         there = [each for each in self.segments if each.start < last and each.end > first]
         segments = (_Segment * len(there))(
             *(_Segment(max(each.start, first) - first, min(each.end, last) - first, each.arena, each.directory)
               for each in there)
         )  # fmt: skip
-        return NativePlan(last - first, arrays, segments, self.max_rank)
+        plan = NativePlan(last - first, arrays, segments, self.max_rank)
+        return Part(slice(first, last), plan, bool(starts[rows.start] < first))
 
     def take(self, other: NativePlan) -> None:
         """Becomes equal to another plan of this shape, at the addresses that it has."""
         for own, given in zip(self.arrays, other.arrays, strict=True):
             np.copyto(own, given)
         ctypes.memmove(self.segments, other.segments, ctypes.sizeof(self.segments))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some tokens of a batch, with a plan of their own. `waits`: the first of them attends to the ones before it."""
+
+    tokens: slice
+    plan: NativePlan
+    waits: bool
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
@@ -187,16 +203,17 @@ class NativeOps:
         else:
             tape.append(row)
 
-    def run_all(self, tapes: list[tuple[bytes, int]]) -> None:
-        """Rows of operations and how many they are, of each tape: side by side, a thread for each."""
+    def run_all(self, tapes: list[tuple[bytes, int, bool]]) -> None:
+        """Of each tape: rows of operations, how many they are, and whether it waits for the KV of those before it. Side
+        by side, a thread for each."""
         made = (_Recorded * len(tapes))(*(_Recorded(*each) for each in tapes))
         self._library.chorus_run_all(made, len(tapes))
 
-    def parts(self, plan: NativePlan) -> list[tuple[slice, NativePlan]]:
-        """Of a batch, for each thread one, if they are large and even enough: tokens of a batch, and their plan."""
+    def parts(self, plan: NativePlan) -> list[Part]:
+        """One for each thread, if they are large and even enough."""
         if self._num_threads > 1 and plan.num_tokens >= self.least_part * self._num_threads:
             return plan.cut(self._num_threads)
-        return [(slice(0, plan.num_tokens), plan)]
+        return [Part(slice(0, plan.num_tokens), plan, False)]
 
     def _empty(self, *shape: int) -> Tensor:
         tape: Tape | None = getattr(self._local, "tape", None)

@@ -55,8 +55,8 @@ class Recording:
 
 class Replay:
     """Runs a body, and again from its recording. One body and one set of weights and KV for the life of a Replay; what
-    the body does may depend on the shapes of inputs and plan only, and all of it must be native operations. Rows of a
-    batch that belong to different sequences know nothing of each other."""
+    the body does may depend on the shapes of inputs and plan only, and all of it must be native operations. Tokens meet
+    in attention alone."""
 
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
@@ -70,15 +70,20 @@ class Replay:
         if len(parts) == 1 and not is_kept:
             return body(*inputs, plan)
         recordings = []
-        for number, (part, own_plan) in enumerate(parts):
-            own_inputs = tuple(each[part] for each in inputs)
+        for number, part in enumerate(parts):
+            own_inputs = tuple(each[part.tokens] for each in inputs)
             if is_kept:
-                recording = self._recording(number, body, own_inputs, own_plan)
-                recording.take(own_inputs, own_plan)
+                recording = self._recording(number, body, own_inputs, part.plan)
+                recording.take(own_inputs, part.plan)
             else:
-                recording = self._record(self._rooms[number], body, own_inputs, own_plan)
+                recording = self._record(self._rooms[number], body, own_inputs, part.plan)
             recordings.append(recording)
-        self._ops.run_all([(recording.rows, recording.num_rows) for recording in recordings])
+        self._ops.run_all(
+            [
+                (recording.rows, recording.num_rows, part.waits)
+                for recording, part in zip(recordings, parts, strict=True)
+            ]
+        )
         if len(recordings) == 1:
             return recordings[0].outputs
         return tuple(torch.cat(each) for each in zip(*(recording.outputs for recording in recordings), strict=True))

@@ -19,6 +19,8 @@ from engine.model.weights import load_model
 from engine.ops import native
 from engine.ops import tape as tapes
 from engine.ops.native import NativeOps, NativePlan
+from engine.ops.room import Room
+from engine.ops.tape import Tape
 from tests.engine.forward import BLOCK_SIZE, Part, make_sequence, random_adapter, step_of
 from tests.engine.peft_cases import make_base
 from tests.tiny import tiny_model
@@ -100,6 +102,30 @@ def test_equal_parts_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(*found)
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_attention_waits_for_the_keys(tmp_path: Path) -> None:
+    """However long a part takes to write them, the one behind it that goes on with its sequence reads them."""
+    config = ModelConfig.from_dir(tiny_model(tmp_path, num_layers=1))
+    slow = OPS.pack_linear(torch.randn(512, 512))
+    x, (q_TND, k_TKD, v_TKD) = torch.randn(2048, 512), (
+        torch.randn(2, heads, config.head_dim) for heads in (config.num_heads, *[config.num_kv_heads] * 2)
+    )  # fmt: skip
+    plan, slots_T = plan_of([2], [2], []), torch.tensor([0, 1])
+    wanted_cache, cache = (KVCache(config, 4, BLOCK_SIZE, OPS.weight_dtype).layers[0].zero_() for _ in range(2))
+    first, second = Tape(Room(keeps=True)), Tape(Room(keeps=True))
+    with OPS.recording(first):
+        kept = OPS.linear(x, slow)
+        OPS.write_kv(k_TKD, v_TKD, cache, slots_T)
+    with OPS.recording(second):
+        small = OPS.rms_norm(x[:1], torch.ones(512), 1e-5), OPS.rms_norm(x[:1], torch.ones(512), 1e-5)
+        found = OPS.attention(q_TND, cache, plan, 1.0, None)
+    OPS.run_all([(bytes(each.rows), each.num_rows, each is second) for each in (first, second)])
+
+    OPS.write_kv(k_TKD, v_TKD, wanted_cache, slots_T)
+    assert torch.equal(found, OPS.attention(q_TND, wanted_cache, plan, 1.0, None))
+    assert (kept.shape, len(small)) == ((2048, 512), 2)
+
+
 def plan_of(lengths: list[int], contexts: list[int], segments: list[tuple[int, int]]) -> NativePlan:
     starts_S = np.cumsum([0, *lengths[:-1]])
     arrays = (starts_S, np.array(lengths), np.array(contexts), np.arange(2 * len(lengths)).reshape(-1, 2))
@@ -108,26 +134,38 @@ def plan_of(lengths: list[int], contexts: list[int], segments: list[tuple[int, i
 
 
 def test_parts_of_a_batch() -> None:
-    """Whole sequences, even in what they cost; each part counts its tokens, and those of its adapters, from 0."""
-    parts = plan_of([1, 1, 4, 1, 1, 1, 3], [9, 9, 4, 9, 9, 9, 3], [(5, 8), (8, 12)]).cut(2)
-    (first, plan), (second, other) = parts
+    """Even in what they cost, between sequences where that is about as even; each part counts its tokens, and those of its
+    adapters, from 0."""
+    first, second = plan_of([1, 1, 4, 1, 1, 1, 3], [9, 9, 4, 9, 9, 9, 3], [(5, 8), (8, 12)]).cut(2)
 
-    assert (first, second) == (slice(0, 6), slice(6, 12))
-    assert (plan.num_tokens, other.num_tokens) == (6, 6)
-    assert [each.tolist() for each in plan.arrays] == [[0, 1, 2], [1, 1, 4], [9, 9, 4], [[0, 1], [2, 3], [4, 5]]]
-    assert [each.tolist() for each in other.arrays[:3]] == [[0, 1, 2, 3], [1, 1, 1, 3], [9, 9, 9, 3]]
-    assert [(each.start, each.end, each.arena) for each in plan.segments] == [(5, 6, 7)]
-    assert [(each.start, each.end, each.arena) for each in other.segments] == [(0, 2, 7), (2, 6, 8)]
+    assert (first.tokens, second.tokens) == (slice(0, 6), slice(6, 12))
+    assert [first.waits, second.waits] == [False, False]
+    assert [each.tolist() for each in first.plan.arrays] == [[0, 1, 2], [1, 1, 4], [9, 9, 4], [[0, 1], [2, 3], [4, 5]]]
+    assert [each.tolist() for each in second.plan.arrays[:3]] == [[0, 1, 2, 3], [1, 1, 1, 3], [9, 9, 9, 3]]
+    assert [(each.start, each.end, each.arena) for each in first.plan.segments] == [(5, 6, 7)]
+    assert [(each.start, each.end, each.arena) for each in second.plan.segments] == [(0, 2, 7), (2, 6, 8)]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "contexts"), [([40], [40]), ([1, 30], [8, 30]), ([1] * 8, [10] * 7 + [20_000])],
-    ids=["one sequence", "a long one", "a long context"],
-)  # fmt: skip
-def test_uneven_parts_are_not_made(lengths: list[int], contexts: list[int]) -> None:
-    plan = plan_of(lengths, contexts, [])
+def test_a_sequence_in_parts() -> None:
+    """Who goes on with a sequence waits for the part before; its earlier tokens have seen less context."""
+    first, second, third = plan_of([2, 90, 4], [9, 190, 9], [(2, 92)]).cut(3)
+    sizes = [part.plan.num_tokens for part in (first, second, third)]
 
-    assert plan.cut(2) == [(slice(0, sum(lengths)), plan)]
+    assert sum(sizes) == 96
+    assert max(sizes) - min(sizes) < 5
+    assert [part.waits for part in (first, second, third)] == [False, True, True]
+    assert [each.tolist() for each in first.plan.arrays[:3]] == [[0, 2], [2, sizes[0] - 2], [9, 100 + sizes[0] - 2]]
+    assert [each.tolist() for each in second.plan.arrays] == [[0], [sizes[1]], [100 + sum(sizes[:2]) - 2], [[2, 3]]]
+    assert [each.tolist() for each in third.plan.arrays[:3]] == [[0, sizes[2] - 4], [sizes[2] - 4, 4], [190, 9]]
+    assert [(each.start, each.end) for each in third.plan.segments] == [(0, sizes[2] - 4)]
+
+
+def test_uneven_parts_are_not_made() -> None:
+    """One token can't be divided."""
+    plan = plan_of([1] * 8, [10] * 7 + [20_000], [])
+
+    (part,) = plan.cut(2)
+    assert (part.tokens, part.plan, part.waits) == (slice(0, 8), plan, False)
 
 
 @pytest.mark.parametrize(("num_threads", "num_parts"), [(1, 1), (2, 2), (3, 1)])
@@ -147,8 +185,8 @@ def test_recordings_are_few(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(tiny_model(tmp_path, num_layers=1))
     model = load_model(tmp_path, config, OPS)
     cache = KVCache(config, 128, BLOCK_SIZE, OPS.weight_dtype)
-    for length in range(1, 40):
-        batch = build_batch(step_of([Part(make_sequence([1] * length, [0, 1, 2]), 0, length)]), None, BLOCK_SIZE)
+    for length in range(1, 61):
+        batch = build_batch(step_of([Part(make_sequence([1] * length, [0, 1, 2, 3]), 0, length)]), None, BLOCK_SIZE)
         model.forward(batch, cache)
 
     (replay,) = model._replays.values()

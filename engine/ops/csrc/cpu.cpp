@@ -134,24 +134,40 @@ static void foresee(const int64_t* tape, const int64_t* end) {
   if (tape < end) foresee(attention_of(tape + 1), tape[17], coming);
 }
 
-EXPORT void chorus_run(const int64_t* tape, long count) {
+template <class F> static void run_tape(const int64_t* tape, long count, const F& before) {
   const int64_t* end = tape + count * ROW;
   if (count > 1) foresee(tape, end);
-  for (; tape < end; tape += ROW) {
+  for (long row = 0; row < count; row++, tape += ROW) {
+    before(row, OPERATIONS[*tape]);
     OPERATIONS[*tape](tape + 1);
     if (count > 1 && OPERATIONS[*tape] == do_attention) foresee(tape + ROW, end);
   }
   coming.clear(0);
 }
 
+EXPORT void chorus_run(const int64_t* tape, long count) { run_tape(tape, count, [](long, void (*)(Args)) {}); }
+
 // Rows for which a thread reads all weights of a format, and unpacks them, rather than wait for the others after each
 // operation. (Tiles: not measured; they multiply so fast that few rows wait for memory.)
 EXPORT long chorus_least_part(long format) { return HAS_TILES ? 128 : format == BF16 ? 10 : 24; }
 
-struct Recorded { const int64_t* tape; int64_t count; };
+// The same operations for some of the rows. `waits`: it attends to keys that the tapes before it write.
+struct Recorded { const int64_t* tape; int64_t count, waits; };
 
-// Tapes that share no memory but weights and KV that none of them writes for another: each by one thread, if there are
-// as many.
+// Tapes that share no memory but weights and KV: each by one thread, if there are as many.
 EXPORT void chorus_run_all(const Recorded* tapes, long count) {
-  pool.run(count, [=](long i) { chorus_run(tapes[i].tape, tapes[i].count); });
+  struct alignas(64) Progress { std::atomic<long> rows{0}; };
+  static thread_local std::vector<Progress> room;  // of who calls
+  if (count == 1) return chorus_run(tapes->tape, tapes->count);
+  if (long(room.size()) < count) room = std::vector<Progress>(count);
+  Progress* done = room.data();
+  for (long i = 0; i < count; i++) done[i].rows.store(0);
+  pool.run(count, [=](long i) {
+    run_tape(tapes[i].tape, tapes[i].count, [=](long row, void (*operation)(Args)) {
+      done[i].rows.store(row, std::memory_order_release);
+      for (long other = 0; operation == do_attention && tapes[i].waits && other < i; other++)
+        wait_until([=] { return done[other].rows.load(std::memory_order_acquire) >= row; });
+    });
+    done[i].rows.store(tapes[i].count, std::memory_order_release);
+  });
 }

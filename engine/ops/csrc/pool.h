@@ -21,6 +21,12 @@ static inline void pause_cpu() {
 #endif
 }
 
+template <class F> static void wait_until(const F& is_true) {
+  for (int spins = 0; !is_true(); spins++)
+    if (spins < 4096) pause_cpu();
+    else sched_yield();
+}
+
 class Pool {
  public:
   void resize(int num_threads) {
@@ -43,9 +49,7 @@ class Pool {
     state_.store(((closed >> 32) + 1) << 32);
     state_.notify_all();
     while (claim()) {}
-    for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++)
-      if (spins < 4096) pause_cpu();
-      else sched_yield();
+    wait_until([&] { return done_.load(std::memory_order_acquire) >= count; });
     is_taken_.clear(std::memory_order_release);
   }
 
