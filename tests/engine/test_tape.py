@@ -134,8 +134,8 @@ def plan_of(lengths: list[int], contexts: list[int], segments: list[tuple[int, i
 
 
 def test_parts_of_a_batch() -> None:
-    """Even in what they cost, between sequences where that is about as even; each part counts its tokens, and those of its
-    adapters, from 0."""
+    """Even in what they cost, between sequences where that is about as even; each part counts its tokens, and those of
+    its adapters, from 0."""
     first, second = plan_of([1, 1, 4, 1, 1, 1, 3], [9, 9, 4, 9, 9, 9, 3], [(5, 8), (8, 12)]).cut(2)
 
     assert (first.tokens, second.tokens) == (slice(0, 6), slice(6, 12))

@@ -121,6 +121,7 @@ async def test_a_new_version_answers_at_once(server: Live, adapters: list[Path])
 async def test_foreign_is_as_unknown(server: Live, adapters: list[Path]) -> None:
     """T5, T8, AU-03: another tenant's adapter is 404 like a random name, with the same body but for the name and after
     the same look-ups, for every route that takes a model, and is in no list."""
+    await server.key("acme")
     await upload(server, "tenants/acme/adapters", "secret", adapters[0])
     key = await server.key("bolt")
     client = await server.http(key)

@@ -41,6 +41,10 @@ class Coming {
     pieces_.push_back(static_cast<const char*>(piece));
     return true;
   }
+  void add_all(const void* data, size_t bytes) {
+    const char* at = static_cast<const char*>(data);
+    for (size_t done = 0; done < bytes && add(at + done);) done += piece_lines_ * 64;
+  }
   // What `times` calls of touch() get through. From any thread.
   Far take(long times) {
     const long size = pieces_.size();

@@ -32,6 +32,18 @@ static void cut_rows(long M, const Lora& lora, std::vector<Rows>& parts) {
   cut(row, M, nullptr, parts);
 }
 
+// What run_lora() will read of adapters with few rows each: most of what a step of many adapters moves, and while the
+// product computes, the memory has time.
+static void foresee(const Lora& lora, Coming& adapters) {
+  adapters.clear(2048);
+  for (const Segment* each = lora.segments; each < lora.segments + lora.num_segments; each++)
+    for (long s = 0; s < lora.num_slices && !is_merged(lora, *each); s++) {
+      const Part part(lora, *each, s);
+      adapters.add_all(part.A, part.rank * lora.H * sizeof(bf16));
+      adapters.add_all(part.B, part.rank * part.O * sizeof(bf16));
+    }
+}
+
 static void run_parts(Job job, long columns, Form::Pair* laid, Z* z, const Out& out) {
   const Lora& lora = job.lora;
   const long blocks = (job.pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS, tiles = num_tiles(columns);
@@ -57,7 +69,9 @@ static void run_parts(Job job, long columns, Form::Pair* laid, Z* z, const Out& 
 static void linear(const Weights& w, long M, const float* bias, const Lora& call) {
   static thread_local std::vector<Rows> parts;
   static thread_local Scratch x_room, z_room;
+  static thread_local Coming adapters;
   const Lora lora = prepare(call);
+  foresee(lora, adapters);
   cut_rows(M, lora, parts);
   const long pairs = num_pairs(w.K), padded = (pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS * BLOCK_PAIRS;
   const long most = std::min(M, ROWS_AT_ONCE + ROWS_TOGETHER);
@@ -66,7 +80,7 @@ static void linear(const Weights& w, long M, const float* bias, const Lora& call
   const Out out{lora.y, lora.ldy, w.N, bias};
   for (size_t first = 0, last; first < parts.size(); first = last) {
     for (last = first + 1; last < parts.size() && parts[last].end - parts[first].start <= ROWS_AT_ONCE;) last++;
-    const Job job{w, laid, z, pairs, parts.data() + first, long(last - first), lora, coming};
+    const Job job{w, laid, z, pairs, parts.data() + first, long(last - first), lora, adapters, coming};
     run_parts(job, w.N, laid, z, out);
   }
   run_lora(lora, [&](const Segment& segment) { return is_merged(lora, segment); });

@@ -56,7 +56,12 @@ struct Job {
   const Rows* parts;
   long num_parts;
   const Lora& lora;
-  Coming& coming;
+  Coming &adapters, &coming;  // what to prefetch meanwhile: first what run_lora() reads next
+
+  Far far(long times) const {
+    const Far found = adapters.take(times);
+    return found.count ? found : coming.take(times);
+  }
 
   long size(long part) const { return parts[part].end - parts[part].start; }
   long before(long part) const { return parts[part].start - parts[0].start; }

@@ -96,7 +96,7 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
     for (long part = 0; part < job.num_parts; part++) {
       const long done = part * steps * lines * 64;
       const Ahead ahead{next + done, t + 1 < last && done < bytes ? int(lines) : 0};
-      run_rows(job, Bf16Tiles{tile, 0}, part, 1, ahead, job.coming.take(steps), to, t * NT);
+      run_rows(job, Bf16Tiles{tile, 0}, part, 1, ahead, job.far(steps), to, t * NT);
     }
   }
 }
