@@ -9,9 +9,9 @@ from engine.config import ConfigError, EngineConfig
 
 GROUP_UNIT = 32
 SCALE_BYTES = 2
-VERSION = 3
+VERSION = 4
 """Of how weights are rounded and multiplied: KV that another one made isn't read."""
-CAREFUL = ("q_proj", "k_proj", "v_proj")
+CAREFUL = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linears that are kept as Quantization.careful says, in every layer; down_proj is in the first and last
 1 / CAREFUL_PART of them."""
 CAREFUL_PART = 10
@@ -50,8 +50,8 @@ class Quantization:
 
     @property
     def careful(self) -> Quantization:
-        """Of what makes queries, keys and values, of the output head, and of what the outer layers' MLPs add: never
-        less than int8. What is lost there weighs more than its bytes (docs/decisions/0008-weights-in-four-bits.md)."""
+        """Of attention's linears, of the output head, and of what the outer layers' MLPs add: never less than int8. What
+        is lost there weighs more than its bytes (docs/decisions/0008-weights-in-four-bits.md)."""
         return Quantization(8, self.group)
 
 

@@ -186,12 +186,12 @@ def test_rows_to_calibrate_by() -> None:
 
 
 def test_what_is_kept_in_eight_bits(tmp_path: Path) -> None:
-    """Queries, keys and values everywhere, down_proj in the first and last tenth of the layers; nothing else."""
+    """Attention's linears everywhere, down_proj in the first and last tenth of the layers; nothing else."""
     config = ModelConfig.from_dir(tiny_model(tmp_path, num_layers=20))
     layers = load_model(tmp_path, config, OPS, quantization=KINDS[2]).layers
 
     assert {each.qkv.packed.weights.format for each in layers} == {FORMATS[8]}
-    assert {each.o.packed.weights.format for each in layers} == {FORMATS[4]}
+    assert {each.o.packed.weights.format for each in layers} == {FORMATS[8]}
     assert {each.gate_up.packed.weights.format for each in layers} == {FORMATS[4]}
     in_eight = [index for index, each in enumerate(layers) if each.down.packed.weights.format == FORMATS[8]]
     assert in_eight == [0, 1, 18, 19]
@@ -257,7 +257,7 @@ def texts() -> dict[str, str]:
 
 
 @pytest.mark.demo_model
-@pytest.mark.parametrize(("kind", "limit"), [(KINDS[0], 1.01), (KINDS[2], 1.09)], ids=["int8", "int4"])
+@pytest.mark.parametrize(("kind", "limit"), [(KINDS[0], 1.01), (KINDS[2], 1.06)], ids=["int8", "int4"])
 def test_perplexity(kind: Quantization, limit: float) -> None:
     """In groups of 128, against bf16's: the mean over several texts."""
     plain, quantised = perplexities(None), perplexities(kind)
