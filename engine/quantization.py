@@ -50,8 +50,8 @@ class Quantization:
 
     @property
     def careful(self) -> Quantization:
-        """Of attention's linears, of the output head, and of what the outer layers' MLPs add: never less than int8. What
-        is lost there weighs more than its bytes (docs/decisions/0008-weights-in-four-bits.md)."""
+        """Of attention's linears, of the output head, and of what the outer layers' MLPs add: never less than int8.
+        What is lost there weighs more than its bytes (docs/decisions/0008-weights-in-four-bits.md)."""
         return Quantization(8, self.group)
 
 
