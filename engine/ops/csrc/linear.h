@@ -33,9 +33,10 @@ static void cut_rows(long M, const Lora& lora, std::vector<Rows>& parts) {
 }
 
 // What run_lora() will read of adapters with few rows each: most of what a step of many adapters moves, and while the
-// product computes, the memory has time.
-static void foresee(const Lora& lora, Coming& adapters) {
+// product computes, the memory has time. Products of few rows have none to give, and those by tiles prefetch nothing.
+static void foresee(const Lora& lora, long M, Coming& adapters) {
   adapters.clear(2048);
+  if (HAS_TILES || M <= MAX_R) return;
   for (const Segment* each = lora.segments; each < lora.segments + lora.num_segments; each++)
     for (long s = 0; s < lora.num_slices && !is_merged(lora, *each); s++) {
       const Part part(lora, *each, s);
@@ -71,7 +72,7 @@ static void linear(const Weights& w, long M, const float* bias, const Lora& call
   static thread_local Scratch x_room, z_room;
   static thread_local Coming adapters;
   const Lora lora = prepare(call);
-  foresee(lora, adapters);
+  foresee(lora, M, adapters);
   cut_rows(M, lora, parts);
   const long pairs = num_pairs(w.K), padded = (pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS * BLOCK_PAIRS;
   const long most = std::min(M, ROWS_AT_ONCE + ROWS_TOGETHER);
