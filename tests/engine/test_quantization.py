@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import heapq
 import inspect
 import math
 import statistics
+from asyncio import base_events
+from email import message
 from pathlib import Path
 
 import pytest
@@ -248,11 +253,14 @@ def texts() -> dict[str, str]:
     """Of kinds that models read, none of which int4 is calibrated by."""
     from pydoc_data.topics import topics
 
+    chapters = sorted(topics, key=lambda name: len(topics[name]))[-12:]
+    modules = (statistics, argparse, heapq, difflib, base_events, message)
     return {
         "novel": (Path(__file__).parent / "prose.txt").read_text("utf-8"),
         "reference": topics["exceptions"] + topics["formatstrings"],
         "licence": Path("LICENSE").read_text("utf-8"),
-        "code": inspect.getsource(statistics),
+        **{name: topics[name] for name in chapters},
+        **{module.__name__: inspect.getsource(module) for module in modules},
     }
 
 
