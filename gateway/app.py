@@ -5,6 +5,7 @@ Context (ids, times, faults) → Authenticate → StrictBodies → Direct → ro
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -68,6 +69,8 @@ from tenants.usage import UsageLedger
 
 log = logging.getLogger("chorus.gateway")
 COLLECT_EVERY_S = 600.0
+HEARD_WITHIN_S = 1.0
+"""Until then a worker that starts waits for its engines; without them it says that they are away."""
 
 
 def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
@@ -75,7 +78,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     app = Gateway(
         title="Chorus",
         version=version("chorus-serve"),
-        lifespan=lambda _: _lifespan(settings, engine),
+        lifespan=lambda app: _lifespan(app, settings, engine),
         redirect_slashes=False,
         docs_url=None,  # they would load scripts of others, and no browser sends the key
         redoc_url=None,
@@ -91,6 +94,12 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     return app
+
+
+def has_engine(app: FastAPI) -> bool:
+    """An engine answers this worker."""
+    replicas: ReplicaSet | None = getattr(app.state, "replicas", None)
+    return replicas is not None and any(engine.ready is not None for engine in replicas.engines)
 
 
 ROUTERS = (
@@ -111,9 +120,10 @@ async def _answer_invalid(_: Request, error: Exception) -> Response:
 
 
 @asynccontextmanager
-async def _lifespan(settings: Settings, engine: Engine | None) -> AsyncIterator[dict[str, State]]:
+async def _lifespan(app: FastAPI, settings: Settings, engine: Engine | None) -> AsyncIterator[dict[str, State]]:
     async with AsyncExitStack() as stack:
         state = await _build(settings, engine, stack)
+        app.state.replicas = state.replicas
         await stack.enter_async_context(Sources(state))
         yield {"chorus": state}
 
@@ -131,9 +141,7 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
     await stack.enter_async_context(Upkeep(redis, quotas, ledger, epochs))
     conversations = ConversationStore(redis, settings.conversation_ttl_s, directory.keeping)
     metrics = await stack.enter_async_context(Metrics(redis))
-    replicas = ReplicaSet(
-        [engine] if engine else [await _connect(e, settings, stack) for e in settings.engine_endpoints]
-    )
+    replicas = ReplicaSet([engine] if engine else await _connect(settings, stack))
     limits = AdapterLimits(settings.max_adapters_per_tenant, settings.max_adapter_bytes_per_tenant)
     registry = AdapterRegistry(database, epochs, [settings.base_name], model.fingerprint, limits)
     store = open_store(settings.store_dir, settings.bucket)
@@ -162,11 +170,15 @@ async def _build(settings: Settings, engine: Engine | None, stack: AsyncExitStac
     )  # fmt: skip
 
 
-async def _connect(endpoint: str, settings: Settings, stack: AsyncExitStack) -> EngineClient:
-    client = EngineClient(endpoint, settings.engine_key or None)
-    await client.start()
-    stack.push_async_callback(client.close)
-    return client
+async def _connect(settings: Settings, stack: AsyncExitStack) -> list[EngineClient]:
+    """Engines that are there are heard before the first request comes: a worker that is started again beside them
+    refuses nothing."""
+    clients = [EngineClient(endpoint, settings.engine_key or None) for endpoint in settings.engine_endpoints]
+    for client in clients:
+        await client.start()
+        stack.push_async_callback(client.close)
+    await asyncio.gather(*(client.wait_ready(HEARD_WITHIN_S) for client in clients), return_exceptions=True)
+    return clients
 
 
 async def _collect_in_background(

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 EX_CONFIG = 78
 """Exit status of a child whose settings can't work: starting it again would not help (sysexits.h)."""
-BEAT_EVERY_S = 1
+BEAT_EVERY_S = 0.2
+ALIVE, READY = b".", b"!"
+"""Beats of a worker: it runs; it runs and an engine answers it."""
 
 
 class Job(BaseModel):
@@ -62,13 +64,15 @@ def run_engine(settings: Settings) -> None:
 def run_worker(job: Job) -> None:
     """One gateway process on the shared listening sockets, until SIGTERM and the end of its streams."""
     from gateway.acceptor import Tally
-    from gateway.app import create_app
+    from gateway.app import create_app, has_engine
+
+    app = create_app(job.settings)
 
     async def beat() -> None:
-        os.write(job.beat_fd, b".")
+        os.write(job.beat_fd, READY if has_engine(app) else ALIVE)
 
     fds = [fd for fd in (job.listen_fd, job.admin_fd) if fd >= 0]
-    serve(create_app(job.settings), job.settings, fds, beat, Tally(job.tally_fd, job.number))
+    serve(app, job.settings, fds, beat, Tally(job.tally_fd, job.number))
 
 
 def serve(

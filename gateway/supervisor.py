@@ -27,7 +27,7 @@ import httpx
 from engine.client import EngineClient
 from gateway import embedded_redis
 from gateway.acceptor import Tally
-from gateway.child import Job
+from gateway.child import READY, Job
 from gateway.claims import bind, make_run_dir, only_one
 from gateway.processes import Child, Command
 from gateway.settings import Settings
@@ -55,6 +55,7 @@ class Supervisor:
         self._with_engine = with_engine
         self._stack = contextlib.AsyncExitStack()
         self._running: dict[Child, asyncio.Task[None]] = {}
+        self._beats: list[Beats] = []
 
     @property
     def base_url(self) -> str:
@@ -92,7 +93,8 @@ class Supervisor:
         await self._stack.aclose()
 
     async def wait_ready(self) -> None:
-        """Returns when a request would be answered: /readyz says so. Raises ChildFailed."""
+        """Returns when a request would be answered, by whichever worker: /readyz says so of one, and every one has heard
+        its engine. Raises ChildFailed."""
         await self.unless_failing(self._poll_ready())
         for child in self._running:
             child.has_worked = True
@@ -116,6 +118,8 @@ class Supervisor:
 
     async def _poll_ready(self) -> None:
         async with httpx.AsyncClient(timeout=5) as client:
+            while not all(beats.say_ready for beats in self._beats):
+                await asyncio.sleep(READY_POLL_S)
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get(f"{self.base_url}/readyz")).is_success:
@@ -172,7 +176,8 @@ class Supervisor:
         beat_r, beat_w = os.pipe()
         self._stack.callback(os.close, beat_r)
         self._stack.callback(os.close, beat_w)
-        os.set_blocking(beat_r, False)
+        beats = Beats(beat_r)
+        self._beats.append(beats)
         name = "worker" if self.settings.workers == 1 else f"worker {number + 1}"
         admin_fd = fds[1] if len(fds) > 1 else -1
         job = Job(
@@ -180,13 +185,7 @@ class Supervisor:
             tally_fd=tally_fd, number=number,
         )  # fmt: skip
         worker = Child(child_command(name, job, (*fds, beat_w, tally_fd)))
-
-        def has_beaten() -> bool:
-            with contextlib.suppress(BlockingIOError):
-                return bool(os.read(beat_r, 4096))
-            return False
-
-        worker.is_alive = has_beaten
+        worker.is_alive = beats.have_come
         return worker
 
     def _start(self, child: Child) -> None:
@@ -198,6 +197,31 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Beats:
+    """What a worker has written to its pipe: that it lives, and whether an engine answers it."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._unseen = self._last = b""
+
+    def have_come(self) -> bool:
+        """Any since the last time?"""
+        self._read()
+        unseen, self._unseen = self._unseen, b""
+        return bool(unseen)
+
+    @property
+    def say_ready(self) -> bool:
+        self._read()
+        return self._last == READY
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._unseen = os.read(self._fd, 4096)
+            self._last = self._unseen[-1:]
 
 
 def _url(host: str, port: int) -> str:

@@ -47,6 +47,27 @@ def test_one_command_serves(serving: ChorusProcess) -> None:
     assert len(serving.pids("engine")) == len(serving.pids("redis")) == 1
 
 
+def test_ready_is_said_when_every_worker_is(tiny_llama: Path, tmp_path: Path) -> None:
+    """One of two workers lags behind: /readyz answers already, and "ready" is printed once both would serve."""
+    port = free_port()
+    arguments = ("serve", str(tiny_llama), "--workers", "2", "--dtype", "float32")
+    with ChorusProcess(*arguments, data_dir=tmp_path, CHORUS_PORT=str(port)) as server:
+        wait_for(lambda: len(server.pids("worker")) == 2)
+        slow = server.pids("worker")[1]
+        os.kill(slow, signal.SIGSTOP)
+
+        def one_answers() -> bool:
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).is_success
+            return False
+
+        wait_for(one_answers, 60)
+        time.sleep(1)
+        assert "ready: " not in server.output
+        os.kill(slow, signal.SIGCONT)
+        server.wait_ready()
+
+
 def test_secrets_and_sockets_are_ours_alone(serving: ChorusProcess) -> None:
     """Admin key, pepper and every socket can be opened by this user only."""
     run_dir = Settings(data_dir=serving.data_dir).run_dir

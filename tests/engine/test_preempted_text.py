@@ -95,6 +95,8 @@ def test_texts_are_those_of_an_undisturbed_run(
         low = Generate(id="low", prompt=LOW, params=PARAMS, adapter=mine, priority=2)
         if short_of == "adapter":
             llm._core._residency.budget_bytes = mine.size_bytes * 2
+        else:  # it is there when `high` comes: `low` is still running
+            llm.generate([HIGH], SamplingParams(max_tokens=1), other)
         answer = preempt(llm, low, num_done, other)
         stats = llm.stats
 
