@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 EX_CONFIG = 78
 """Exit status of a child whose settings can't work: starting it again would not help (sysexits.h)."""
-BEAT_EVERY_S = 0.2
+BEAT_EVERY_S = 0
+"""At each tick of uvicorn's, ten times a second."""
 ALIVE, READY = b".", b"!"
 """Beats of a worker: it runs; it runs and an engine answers it."""
 

@@ -93,8 +93,8 @@ class Supervisor:
         await self._stack.aclose()
 
     async def wait_ready(self) -> None:
-        """Returns when a request would be answered, by whichever worker: /readyz says so of one, and every one has heard
-        its engine. Raises ChildFailed."""
+        """Returns when a request would be answered, whichever worker gets it: all have heard an engine, and /readyz
+        says so. Raises ChildFailed."""
         await self.unless_failing(self._poll_ready())
         for child in self._running:
             child.has_worked = True
@@ -118,11 +118,10 @@ class Supervisor:
 
     async def _poll_ready(self) -> None:
         async with httpx.AsyncClient(timeout=5) as client:
-            while not all(beats.say_ready for beats in self._beats):
-                await asyncio.sleep(READY_POLL_S)
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(f"{self.base_url}/readyz")).is_success:
+                    is_heard = all(beats.say_ready for beats in self._beats)
+                    if is_heard and (await client.get(f"{self.base_url}/readyz")).is_success:
                         return
                 await asyncio.sleep(READY_POLL_S)
 
