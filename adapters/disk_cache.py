@@ -1,6 +1,6 @@
 """DiskCache: adapters of a bucket on the local disk, within a number of bytes. Any number of processes may share one.
 
-    root/<digest>/        MANIFEST and the files of an adapter, whole
+    root/<digest>/        MANIFEST and the files of an adapter, whole, and a checksum of its weights
     root/<digest>.part/   the same on its way: each file as far as it has come, so that a fetch goes on after a cut
                           connection, a kill or a restart
 
@@ -22,10 +22,11 @@ from typing import Protocol
 
 import msgspec
 
+from adapters import checksum
 from adapters.bucket import NUM_PARTS, PART_BYTES
 from adapters.spec import AdapterError, AdapterInvalid, AdapterTooLarge
 from adapters.stages import Stages
-from adapters.storage import DAMAGED, StorageError, file_sha256, is_digest, missing
+from adapters.storage import DAMAGED, WEIGHTS_FILE, StorageError, file_sha256, is_digest, missing
 
 MANIFEST = "manifest.json"
 PART_AGE_S = 86400.0
@@ -98,6 +99,7 @@ class DiskCache:
                 self._reserve(part, manifest)
                 for name, file in manifest.files.items():
                     _get(source, name, file, part / name)
+                _sum(part, manifest)
             except AdapterError:
                 shutil.rmtree(part)
                 raise
@@ -108,6 +110,7 @@ class DiskCache:
         """Takes over a directory with these files, if there is room and it isn't here already."""
         try:
             self._reserve(directory, manifest)
+            _sum(directory, manifest)
             directory.rename(self._entry(digest))
         except (OSError, AdapterTooLarge):
             return False
@@ -223,6 +226,11 @@ def _get(source: Source, name: str, file: File, path: Path) -> None:
             return
         path.unlink()
     raise AdapterInvalid("adapter_damaged", DAMAGED, name)
+
+
+def _sum(directory: Path, manifest: Manifest) -> None:
+    """Its weights are what they should be: from now on, a checksum will tell."""
+    checksum.write(directory / WEIGHTS_FILE, bytes.fromhex(manifest.files[WEIGHTS_FILE].sha256))
 
 
 def _append(source: Source, name: str, size: int, path: Path) -> None:

@@ -29,9 +29,9 @@ from adapters.blueprint import Blueprint, Blueprints
 from adapters.header import Tensor, open_regular
 from adapters.numbers import STORED
 from adapters.parts import BaseWeights, Parts
-from adapters.spans import Piece, pack, spans
+from adapters.spans import Move, Piece, move, pack, spans
 from adapters.spec import LINEARS, MODULES, AdapterInvalid, AdapterRef, BaseShape, ModuleSpec, aligned, extents
-from adapters.storage import DAMAGED, WEIGHTS_FILE, AdapterStore, content_digest
+from adapters.storage import DAMAGED, WEIGHTS_FILE, AdapterStore, has_contents
 from adapters.validation import PATIENT, check_content, inspect
 
 log = logging.getLogger(__name__)
@@ -97,15 +97,24 @@ class Loader:
     shape, dtype  of the base; buffers are of this dtype
     max_rank      of the engine
     base          asked only for adapters with DoRA or trained biases
+    move          of A and B of linears into the buffer
 
-    Casts and copies are numpy's: they release the interpreter's lock and stay out of torch's thread pool.
+    All other casts and copies are numpy's: they release the interpreter's lock and stay out of torch's thread pool.
     """
 
-    def __init__(self, shape: BaseShape, dtype: torch.dtype, max_rank: int, base: BaseWeights | None = None) -> None:
+    def __init__(
+        self,
+        shape: BaseShape,
+        dtype: torch.dtype,
+        max_rank: int,
+        base: BaseWeights | None = None,
+        move: Move = move,
+    ) -> None:
         self._shape = shape
         self._dtype = dtype
         self._limits = replace(PATIENT, max_rank=max_rank)
         self._base = base
+        self._move = move
         self._blueprints = Blueprints(self._draw)
 
     def load(self, path: Path, digest: str | None = None) -> PackedAdapter:
@@ -113,7 +122,7 @@ class Loader:
 
         Raises AdapterError (AdapterInvalid for damaged files), OSError for what may pass when tried again.
         """
-        if digest is not None and content_digest(path) != digest:
+        if digest is not None and not has_contents(path, digest):
             raise AdapterInvalid("adapter_damaged", DAMAGED)
         with open_regular(path / WEIGHTS_FILE) as file:
             blueprint = self._blueprints.get(path, file)
@@ -163,7 +172,7 @@ class Loader:
     def _pack(self, file: FileIO, blueprint: Blueprint) -> PackedAdapter:
         kind = _KINDS[self._dtype]
         buffer = np.zeros(blueprint.num_elements, STORED[kind])
-        pack(file, blueprint.spans, buffer, kind)
+        pack(file, blueprint.spans, buffer, kind, self._move)
         for module, group in groupby(blueprint.rest, key=itemgetter(0)):
             parts = Parts(file, blueprint.found.tensors, module, blueprint.shape, self._base)
             for _, part, start, count in group:

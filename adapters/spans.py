@@ -1,13 +1,15 @@
-"""Spans: A and B of all linears, read from the weights file in a few long pieces and cast many at a time, because there
-are hundreds of them in an adapter and each operation on a single one costs more than its bytes.
+"""Spans: A and B of all linears, read from the weights file in a few long pieces and moved many at a time: there are
+hundreds of them in an adapter, and each operation on a single one costs more than its bytes.
 
-numpy releases the interpreter's lock only inside operations on large arrays: the step loop waits for what is short.
+Who moves them is the engine's choice; move() here needs nothing but numpy, which releases the interpreter's lock only
+inside operations on large arrays: the step loop waits for what is short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import FileIO
 
 import numpy as np
@@ -16,8 +18,11 @@ from adapters.header import Tensor
 from adapters.numbers import STORED, Array, cast
 from adapters.values import read_into
 
-MAX_SPAN_BYTES = 4 << 20
-"""One tensor that is larger is a span of its own."""
+MAX_SPAN_BYTES = 1 << 20
+"""One tensor that is larger is a span of its own. What was just read is in the processor's cache when it is moved."""
+MOVE = np.dtype([(name, "<i8") for name in ("source", "rows", "columns", "target", "is_turned")] + [("scale", "<f8")])
+"""A matrix [rows, columns] · scale from its first element in a span to its first element in the buffer, there as
+[columns, rows] where it is turned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,18 @@ class Piece:
 
 @dataclass
 class Span:
-    """Neighbours in the file, of one dtype; its pieces by scale, each with its first element within the span."""
+    """Neighbours in the file, of one dtype; its pieces, each with its first element within the span."""
 
     tensors: list[Tensor]
-    pieces: dict[float, list[tuple[int, Piece]]] = field(default_factory=dict)
+    pieces: list[tuple[int, Piece]] = field(default_factory=list)
+
+    @cached_property
+    def moves(self) -> Array:
+        """All of them, as MOVE."""
+        return np.array(
+            [(first, each.rows, each.columns, each.start, each.is_turned, each.scale) for first, each in self.pieces],
+            MOVE,
+        )
 
     @property
     def begin(self) -> int:
@@ -70,7 +83,7 @@ class Span:
         if piece.tensor != self.tensors[-1]:
             self.tensors.append(piece.tensor)
         first = (piece.tensor.begin - self.begin) // STORED[piece.tensor.dtype].itemsize + piece.first
-        self.pieces.setdefault(piece.scale, []).append((first, piece))
+        self.pieces.append((first, piece))
 
 
 def spans(pieces: Iterable[Piece]) -> list[Span]:
@@ -83,20 +96,32 @@ def spans(pieces: Iterable[Piece]) -> list[Span]:
     return found
 
 
-def pack(file: FileIO, found: list[Span], buffer: Array, kind: str) -> None:
+Move = Callable[[Array, str, Span, Array, str], None]
+"""Puts the pieces of a span into the buffer: (what was read, its kind, the span, the buffer, its kind). Each number is
+multiplied in fp32 and rounded once, to nearest even. Called by several threads."""
+
+
+def pack(file: FileIO, found: list[Span], buffer: Array, kind: str, move: Move) -> None:
     """Puts all pieces into the buffer, whose numbers are of `kind`."""
     raw = np.empty(max((span.num_bytes for span in found), default=0), np.uint8)
     for span in found:
         file.seek(span.begin)
         read_into(file, raw.data[: span.num_bytes], span.tensors[-1])
         dtype = span.tensors[0].dtype
-        stored = raw[: span.num_bytes].view(STORED[dtype])
-        for scale, pieces in span.pieces.items():
-            views = [stored[first : first + piece.count] for first, piece in pieces]
-            if dtype != kind or scale != 1.0:
-                views = list(_cut(cast(np.concatenate(views), dtype, kind, scale), pieces))
-            for view, (_, piece) in zip(views, pieces, strict=True):
-                _place(view, piece, buffer)
+        move(raw[: span.num_bytes].view(STORED[dtype]), dtype, span, buffer, kind)
+
+
+def move(stored: Array, source: str, span: Span, buffer: Array, target: str) -> None:
+    """Move, for all kinds."""
+    by_scale: dict[float, list[tuple[int, Piece]]] = {}
+    for first, piece in span.pieces:
+        by_scale.setdefault(piece.scale, []).append((first, piece))
+    for scale, pieces in by_scale.items():
+        views = [stored[first : first + piece.count] for first, piece in pieces]
+        if source != target or scale != 1.0:
+            views = list(_cut(cast(np.concatenate(views), source, target, scale), pieces))
+        for view, (_, piece) in zip(views, pieces, strict=True):
+            _place(view, piece, buffer)
 
 
 def _cut(values: Array, pieces: Iterable[tuple[int, Piece]]) -> Iterator[Array]:

@@ -4,7 +4,8 @@ DirectoryStore                a local directory, which any number of processes m
 bucket_store.BucketStore      an S3 bucket, with a cache on the local disk
 
     root/stage/<random>/   uploads under way (adapters/stages.py)
-    root/store/<digest>/   CONFIG_FILE (its canonical spelling), WEIGHTS_FILE and COMPANION_FILES; never changes
+    root/store/<digest>/   CONFIG_FILE (its canonical spelling), WEIGHTS_FILE and COMPANION_FILES, and a checksum of the
+                           weights; never changes
     root/locks/<2 digits>  locks by digest, shared by all processes; made once, never removed
 
 Only a rename makes an entry of store/, after everything in it was synced: a crash leaves a stage, which sweep() finds
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from adapters import checksum
 from adapters.config import MAX_CONFIG_BYTES, canonical
 from adapters.header import open_regular
 from adapters.spec import AdapterError, AdapterInvalid, AdapterMissing
@@ -90,6 +92,16 @@ def content_digest(directory: Path, others: Mapping[str, str] = MappingProxyType
     return _contents(_canonical_config(directory), directory, others).digest
 
 
+def has_contents(directory: Path, digest: str) -> bool:
+    """Whether the stored files are what was committed as `digest`; quick where the weights have a checksum. Raises
+    AdapterInvalid."""
+    config = _canonical_config(directory)
+    known = checksum.known_sha256(directory / WEIGHTS_FILE)
+    if known is not None and _contents(config, directory, weights=known).digest == digest:
+        return True
+    return _contents(config, directory).digest == digest
+
+
 def seal(stage: Path) -> Contents:
     """Writes the config in its canonical spelling and looks at all that is there. Raises AdapterInvalid when a file is
     missing, or one too many, or the config isn't JSON."""
@@ -131,7 +143,8 @@ class DirectoryStore:
     def commit(self, stage: Path) -> str:
         """Raises AdapterInvalid (see seal); the stage is then still there."""
         found = seal(stage)
-        for name in found.files:
+        checksum.write(stage / WEIGHTS_FILE, bytes.fromhex(found.files[WEIGHTS_FILE]))
+        for name in (*found.files, checksum.CHECKSUM_FILE):
             _sync(stage / name)
             (stage / name).chmod(0o444)
         _sync(stage)
@@ -222,8 +235,11 @@ def _canonical_config(directory: Path) -> bytes:
         return canonical(file.read(MAX_CONFIG_BYTES + 1))
 
 
-def _contents(config: bytes, directory: Path, others: Mapping[str, str] = MappingProxyType({})) -> Contents:
-    weights = file_sha256(directory / WEIGHTS_FILE)
+def _contents(
+    config: bytes, directory: Path, others: Mapping[str, str] = MappingProxyType({}), weights: bytes | None = None
+) -> Contents:
+    """weights: their sha256, if it is known."""
+    weights = weights or file_sha256(directory / WEIGHTS_FILE)
     whole = hashlib.sha256(config + weights)
     files = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.hex()}
     for name in COMPANION_FILES:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from adapters import spans
 from adapters.bucket_store import open_store
 from adapters.loader import Loader, PackedAdapter
 from adapters.residency import ResidencyCache
@@ -69,7 +70,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Ready]:
         measure(tiers.cost, runner, host, config.max_batched_tokens)
     largest = adapter_bytes(model_config, config.max_lora_rank, ops.adapter_dtype.itemsize)
     keep_bytes = max(0, plan.adapter_bytes - largest)
-    fetch = _fetch(config, shape, ops.adapter_dtype, ModelBase(model))
+    fetch = _fetch(config, shape, ops, ModelBase(model))
     residency = ResidencyCache(bank, fetch, plan.adapter_bytes, keep_bytes=keep_bytes)
     lanes = Lanes(config.max_waiting_per_lane, slack=float(config.max_batched_tokens))
     version = "" if plan.quantization is None else f".{VERSION}"
@@ -100,11 +101,10 @@ def _weight_files(path: Path) -> list[str]:
     return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
 
 
-def _fetch(
-    config: EngineConfig, shape: BaseShape, dtype: torch.dtype, base: ModelBase
-) -> Callable[[AdapterRef], PackedAdapter]:
+def _fetch(config: EngineConfig, shape: BaseShape, ops: Ops, base: ModelBase) -> Callable[[AdapterRef], PackedAdapter]:
     """Reads one adapter from the store; runs in the residency's threads."""
-    loader = Loader(shape, dtype, config.max_lora_rank, base)
+    move = ops.move if isinstance(ops, NativeOps) else spans.move
+    loader = Loader(shape, ops.adapter_dtype, config.max_lora_rank, base, move)
     store = None if config.store_dir is None else open_store(config.store_dir, config.bucket)
 
     def fetch(ref: AdapterRef) -> PackedAdapter:

@@ -12,20 +12,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_long, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import ForwardBatch, Ints
+from adapters.numbers import Array
+from adapters.spans import Span, move
+from engine.batch import ForwardBatch
 from engine.ops import LoraSlices, Moments
 from engine.ops.compile import InstructionSet, load_library
+from engine.ops.native_plan import NativePlan, Part, Segment
 from engine.ops.room import Room
 from engine.ops.tape import Replay, Tape
 from engine.quantization import Quantization
@@ -35,20 +36,12 @@ HEAD_DIM_UNIT = 16
 TABLE_UNIT = 16
 """Block tables are as wide as a multiple of it, so that a growing context seldom changes a batch's shape."""
 
-EQUAL_CONTEXT = 1600
-"""A token's attention to so many positions takes as long as its linears (the demo model)."""
-UNEVEN, SNAP = 1.1, 1 / 32
-"""So much longer than the mean may the longest part be; so much of it may be given away not to cut a sequence."""
-
 # As OPERATIONS in csrc/cpu.cpp:
 LINEAR, LORA, WRITE_KV, ATTENTION, RMS_NORM, SILU_MUL, ROPE, DENSE, DRAW, GREEDY = range(10)
 ROW = 20
 ROWS = tuple(struct.Struct(f"{count}q{8 * (ROW - count)}x") for count in range(ROW + 1))
+MOVED = {("BF16", "BF16"): 0, ("F32", "BF16"): 1}
 FORMATS = {None: 0, 8: 1, 4: 2}
-
-
-class _Segment(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_int64), ("end", ctypes.c_int64), ("arena", c_void_p), ("directory", c_void_p)]
 
 
 class _Slice(ctypes.Structure):
@@ -75,77 +68,6 @@ class PackedLinear:
     weights: _Weights
     outputs: int
     address: int
-
-
-@dataclass(frozen=True, eq=False)
-class NativePlan:
-    """What all layers of a step read: starts, lengths and contexts [S], block tables [S, W], segments of adapters."""
-
-    num_tokens: int
-    arrays: tuple[Ints, ...]
-    segments: Any
-    max_rank: int
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Equal for batches that the same operations serve, with other numbers in the arrays."""
-        return self.num_tokens, self.arrays[-1].shape, len(self.segments), self.max_rank
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        return tuple(array.ctypes.data for array in self.arrays)
-
-    def copy(self) -> NativePlan:
-        segments = type(self.segments)()
-        ctypes.memmove(segments, self.segments, ctypes.sizeof(segments))
-        return replace(self, arrays=tuple(array.copy() for array in self.arrays), segments=segments)
-
-    def cut(self, number: int) -> list[Part]:
-        """In parts that cost about the same; in one where there are none."""
-        starts, lengths, contexts, _ = self.arrays
-        contexts_T = np.arange(self.num_tokens) + np.repeat(contexts - lengths - starts, lengths)
-        costs = np.cumsum(np.concatenate(([0.0], 1.0 + contexts_T / EQUAL_CONTEXT)))
-        share = costs[-1] / number
-        ends = [0, *(self._near(costs, share * i, share * SNAP) for i in range(1, number)), self.num_tokens]
-        shares = np.diff(costs[ends])
-        if shares.min() <= 0 or shares.max() > UNEVEN * share:
-            return [Part(slice(0, self.num_tokens), self, False)]
-        return [self._part(*each) for each in pairwise(ends)]
-
-    def _near(self, costs: NDArray[np.float64], wanted: float, distance: float) -> int:
-        """The token where the cost is as wanted, or the first one of a sequence where that is about the same."""
-        starts = self.arrays[0]
-        nearest = int(starts[np.abs(costs[starts] - wanted).argmin()])
-        return nearest if abs(costs[nearest] - wanted) <= distance else int(np.abs(costs - wanted).argmin())
-
-    def _part(self, first: int, last: int) -> Part:
-        starts, lengths, contexts, tables_SB = self.arrays
-        rows = slice(int(np.searchsorted(starts, first, "right")) - 1, int(np.searchsorted(starts, last)))
-        begins, ends = np.maximum(starts[rows], first), np.minimum(starts[rows] + lengths[rows], last)
-        left = starts[rows] + lengths[rows] - ends
-        arrays = (begins - first, ends - begins, contexts[rows] - left, tables_SB[rows].copy())
-        there = [each for each in self.segments if each.start < last and each.end > first]
-        segments = (_Segment * len(there))(
-            *(_Segment(max(each.start, first) - first, min(each.end, last) - first, each.arena, each.directory)
-              for each in there)
-        )  # fmt: skip
-        plan = NativePlan(last - first, arrays, segments, self.max_rank)
-        return Part(slice(first, last), plan, bool(starts[rows.start] < first))
-
-    def take(self, other: NativePlan) -> None:
-        """Becomes equal to another plan of this shape, at the addresses that it has."""
-        for own, given in zip(self.arrays, other.arrays, strict=True):
-            np.copyto(own, given)
-        ctypes.memmove(self.segments, other.segments, ctypes.sizeof(self.segments))
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Some tokens of a batch, with a plan of their own. `waits`: the first of them attends to the ones before it."""
-
-    tokens: slice
-    plan: NativePlan
-    waits: bool
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
@@ -253,6 +175,17 @@ class NativeOps:
         weights.data = data.data_ptr()
         return PackedLinear(data, weights, weights.N, ctypes.addressof(weights))
 
+    def move(self, stored: Array, source: str, span: Span, buffer: Array, target: str) -> None:
+        """adapters.spans.Move: without the interpreter's lock where the kinds are bf16 or, stored, fp32."""
+        kinds = MOVED.get((source, target))
+        if kinds is None:
+            return move(stored, source, span, buffer, target)
+        moves = span.moves
+        self._library.chorus_move(
+            c_void_p(stored.ctypes.data), c_long(kinds), c_void_p(moves.ctypes.data), c_long(len(moves)),
+            c_void_p(buffer.ctypes.data),
+        )  # fmt: skip
+
     def squares(self, packed: PackedLinear, weight_OH: Tensor) -> Tensor:
         squares_O = torch.empty(packed.outputs)
         self._library.chorus_squares(byref(packed.weights), c_void_p(squares_O.data_ptr()))
@@ -345,9 +278,9 @@ class NativeOps:
         if batch.segments:
             assert batch.bank is not None
             placed = [batch.bank.placed(segment.slot) for segment in batch.segments]
-        segments = (_Segment * len(placed))(
+        segments = (Segment * len(placed))(
             *(
-                _Segment(segment.start, segment.end, each.buffer.data_ptr(), each.directory.data_ptr())
+                Segment(segment.start, segment.end, each.buffer.data_ptr(), each.directory.data_ptr())
                 for segment, each in zip(batch.segments, placed, strict=True)
             )
         )

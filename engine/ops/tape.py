@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.ops.room import Room
 
 if TYPE_CHECKING:
-    from engine.ops.native import NativeOps, NativePlan
+    from engine.ops.native import NativeOps
+    from engine.ops.native_plan import NativePlan
 
 MAX_ROWS = 64
 """Tokens of a step up to which recording pays: larger steps compute for much longer than Python takes."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.loader import NUM_FIELDS, OFFSET_A, OFFSET_B, RANK, UNIT, load
-from adapters.spec import LINEARS, MODULES, AdapterInvalid, AdapterTooLarge
-from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, content_digest
+from adapters import checksum
+from adapters.loader import NUM_FIELDS, OFFSET_A, OFFSET_B, RANK, UNIT, Loader, load
+from adapters.spec import LINEARS, MODULES, AdapterInvalid, AdapterRef, AdapterTooLarge
+from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, DirectoryStore, content_digest, file_sha256
 from adapters.validation import validate
 from tests.adapters.files import LIMITS, SHAPE, config, pairs, write
 
@@ -57,11 +58,14 @@ def test_equal_files_pack_to_equal_bits(tmp_path: Path) -> None:
     assert torch.equal(first.directory, second.directory)
 
 
+@pytest.mark.parametrize("has_checksum", [False, True])
 @pytest.mark.parametrize("damage", ["flip", "cut", "config", "garbage", "gone"])
-def test_a_damaged_stored_file_is_invalid(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_stored_file_is_invalid(tmp_path: Path, damage: str, has_checksum: bool) -> None:
     """HS-16: whatever became of the stored files, loading them by digest says AdapterInvalid, nothing else."""
     write(tmp_path, pairs(), config())
     digest = content_digest(tmp_path)
+    if has_checksum:
+        checksum.write(tmp_path / WEIGHTS_FILE, file_sha256(tmp_path / WEIGHTS_FILE))
     load(tmp_path, SHAPE, torch.float32, max_rank=16, digest=digest)
     weights = tmp_path / WEIGHTS_FILE
     data = weights.read_bytes()
@@ -80,6 +84,53 @@ def test_a_damaged_stored_file_is_invalid(tmp_path: Path, damage: str) -> None:
 
     with pytest.raises(AdapterInvalid):
         load(tmp_path, SHAPE, torch.float32, max_rank=16, digest=digest)
+
+
+def test_what_was_committed_is_loaded_by_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sha256 of stored weights is not computed again."""
+    store = DirectoryStore(tmp_path)
+    ref = AdapterRef(store.commit(write(store.stage(), pairs(), config())), 4, 0)
+    loader = Loader(SHAPE, torch.float32, max_rank=16)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adapters.storage.file_sha256", lambda path: pytest.fail(f"{path} was hashed"))
+        loader.load_stored(store, ref)
+
+
+@pytest.mark.parametrize("state", ["absent", "empty", "garbage", "of others", "of other weights", "a link"])
+def test_a_checksum_that_says_nothing_is_no_damage(tmp_path: Path, state: str) -> None:
+    """Weights without a checksum, or beside a damaged one, are known by their sha256."""
+    write(tmp_path, pairs(), config())
+    digest = content_digest(tmp_path)
+    weights = tmp_path / WEIGHTS_FILE
+    checksum.write(weights, file_sha256(weights))
+    path = tmp_path / checksum.CHECKSUM_FILE
+    line = path.read_text()
+    path.unlink()
+    if state == "a link":
+        (tmp_path / "elsewhere").write_text(line)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif state != "absent":
+        path.write_text({
+            "empty": "", "garbage": "\0" * 98, "of others": f"{'0' * 32}{line[32:]}",
+            "of other weights": f"{line[:33]}{'0' * 64}\n",
+        }[state])  # fmt: skip
+
+    load(tmp_path, SHAPE, torch.float32, max_rank=16, digest=digest)
+
+
+def test_a_neighbours_weights_with_their_checksum_are_damage(tmp_path: Path) -> None:
+    """Sound files, but of another adapter: the digest covers what the checksum stands for."""
+    store = DirectoryStore(tmp_path)
+    negated = {name: -tensor for name, tensor in pairs().items()}
+    own, other = (store.commit(write(store.stage(), tensors, config())) for tensors in (pairs(), negated))
+    for name in (WEIGHTS_FILE, checksum.CHECKSUM_FILE):
+        path = store.path(own) / name
+        path.unlink()
+        path.write_bytes((store.path(other) / name).read_bytes())
+
+    with pytest.raises(AdapterInvalid):
+        Loader(SHAPE, torch.float32, max_rank=16).load_stored(store, AdapterRef(own, 4, 0))
 
 
 def test_without_a_digest_values_are_checked(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from engine.lora import LoraBank
 from engine.model.config import ModelConfig
 from engine.model.transformer import Transformer
 from engine.model.weights import load_model
-from engine.ops import native
 from engine.ops import tape as tapes
-from engine.ops.native import NativeOps, NativePlan
+from engine.ops.native import NativeOps
+from engine.ops.native_plan import NativePlan, Segment
 from engine.ops.room import Room
 from engine.ops.tape import Tape
 from tests.engine.forward import BLOCK_SIZE, Part, make_sequence, random_adapter, step_of
@@ -129,7 +129,7 @@ def test_attention_waits_for_the_keys(tmp_path: Path) -> None:
 def plan_of(lengths: list[int], contexts: list[int], segments: list[tuple[int, int]]) -> NativePlan:
     starts_S = np.cumsum([0, *lengths[:-1]])
     arrays = (starts_S, np.array(lengths), np.array(contexts), np.arange(2 * len(lengths)).reshape(-1, 2))
-    made = (native._Segment * len(segments))(*(native._Segment(*each, 7 + i, 9) for i, each in enumerate(segments)))
+    made = (Segment * len(segments))(*(Segment(*each, 7 + i, 9) for i, each in enumerate(segments)))
     return NativePlan(sum(lengths), arrays, made, 4)
 
 

@@ -7,6 +7,7 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "lora.h"
+#include "moves.h"
 #include "quantise.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -53,6 +54,11 @@ EXPORT double chorus_dot_speedup() { return time_products<Wide>() / time_product
 EXPORT long chorus_packed_bytes(const Weights* w) { return num_tiles(w->N) * tile_bytes(*w); }
 EXPORT void chorus_pack(const Weights* w, const bf16* W, const Inputs* inputs, char* out) { pack(*w, W, inputs, out); }
 EXPORT void chorus_squares(const Weights* w, float* out) { squares(*w, out); }
+
+EXPORT void chorus_move(const void* stored, long is_wide, const Move* moves, long count, bf16* buffer) {
+  if (is_wide) move_all(static_cast<const float*>(stored), moves, count, buffer);
+  else move_all(static_cast<const bf16*>(stored), moves, count, buffer);
+}
 
 // ------------------------------------------------------------------------------------------------------- tape
 //
