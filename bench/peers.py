@@ -32,13 +32,12 @@ from engine.model.config import ModelConfig
 HERE = Path(__file__).parent
 SCRIPTS = {"chorus": "chorus_llm.py", "vllm": "vllm_cpu.py", "peft": "peft_hf.py", "llama": "llama.py"}
 JOB_LIMIT_S = 600.0
-CHECKED_ROWS, CHECKED_TOKENS = 4, 16
-LEAD = 0.5
-"""Logits of the two best tokens closer than this: bf16 may choose either, and the texts part."""
+CHECKED_TOKENS = 16
+"""Of every row."""
 
 
 class WrongOutput(Exception):
-    """An engine made other tokens than transformers and peft do."""
+    """An engine made a token that transformers and peft would not have made."""
 
 
 class Worker:
@@ -118,19 +117,18 @@ class Stage:
     def load_s(self, contestant: Contestant) -> float:
         return self._worker(contestant).load_s
 
-    def judge(self, contestant: Contestant, prompts: list[list[int]]) -> list[dict[str, list[float]]]:
-        """The fp32 ids of the first rows, and the lead of each over its rival."""
+    def judge(self, contestant: Contestant, prompts: list[list[int]], made: list[list[int]]) -> list[list[float]]:
+        """By how much the fp32 logit of each token that was made, after those before it, is less than the best one's."""
         setup = self._setup(contestant) | {"model": str(self._model), "oracle": True}
         oracle = Worker(self._peers / "peft" / "bin" / "python", SCRIPTS["peft"], setup, self._peers)
-        rows = self._workload.rows(contestant)[:CHECKED_ROWS]
-        tokens = min(CHECKED_TOKENS, self._workload.output_len)
+        rows = self._workload.rows(contestant)
         try:
-            answers: list[dict[str, list[float]]] = oracle.ask(
-                {"prompts": prompts[:CHECKED_ROWS], "adapters": rows, "output_len": tokens}
+            shortfalls: list[list[float]] = oracle.ask(
+                {"prompts": prompts, "made": made, "adapters": rows, "output_len": 0}
             )["answers"]
         finally:
             oracle.close()
-        return answers
+        return shortfalls
 
     def _worker(self, contestant: Contestant) -> Worker:
         """Contestants that differ only in which adapters they use share a process."""
@@ -150,17 +148,13 @@ class Stage:
         }  # fmt: skip
 
 
-def check(name: str, answers: list[list[int]], judged: list[dict[str, list[float]]]) -> int:
-    """How many tokens were compared; a row counts up to where the oracle itself is unsure. Raises WrongOutput."""
-    compared = 0
-    for row, (made, oracle) in enumerate(zip(answers, judged, strict=False)):
-        for position, (right, lead) in enumerate(zip(oracle["ids"], oracle["leads"], strict=True)):
-            if lead < LEAD:
-                break
-            if made[position] != right:
-                raise WrongOutput(f"{name}: row {row}, token {position} is {made[position]}, not {right:.0f}")
-            compared += 1
-    return compared
+def check(name: str, contestant: Contestant, shortfalls: list[list[float]]) -> float:
+    """The largest shortfall. Raises WrongOutput where it is more than rounding explains."""
+    for row, of_row in enumerate(shortfalls):
+        for position, shortfall in enumerate(of_row):
+            if not shortfall <= contestant.tolerance:
+                raise WrongOutput(f"{name}: row {row}, token {position}: its logit is {shortfall:.2f} below the best")
+    return max(max(of_row) for of_row in shortfalls)
 
 
 def measure(stage: Stage, workload: Workload, contestant: Contestant, prompts: list[list[int]]) -> float:
@@ -189,11 +183,12 @@ def verdict(goal: Goal, figures: dict[str, list[float]]) -> dict[str, Any]:
 
 def run_workload(stage: Stage, workload: Workload, rounds: int) -> dict[str, Any]:
     """Checks every contestant's tokens, then takes `rounds` figures of each, in turn."""
-    compared = {}
+    checked = {}
     for name, contestant in workload.contestants.items():
         prompts = workload.prompts(0)
         answers = stage.run(contestant, prompts, min(CHECKED_TOKENS, workload.output_len))["answers"]
-        compared[name] = check(name, answers, stage.judge(contestant, prompts))
+        shortfalls = stage.judge(contestant, prompts, [row[:CHECKED_TOKENS] for row in answers])
+        checked[name] = round(check(name, contestant, shortfalls), 2)
     figures: dict[str, list[float]] = {name: [] for name in workload.contestants}
     for round_ in range(1, rounds + 1):
         for name, contestant in workload.contestants.items():
@@ -203,7 +198,7 @@ def run_workload(stage: Stage, workload: Workload, rounds: int) -> dict[str, Any
         "figures": {name: round(statistics.median(values), 1) for name, values in figures.items()},
         "rounds": {name: [round(value, 2) for value in values] for name, values in figures.items()},
         "load_s": {name: round(stage.load_s(entry), 1) for name, entry in workload.contestants.items()},
-        "tokens_checked": compared,
+        "largest_shortfall": checked,
         "goals": [verdict(goal, figures) for goal in workload.goals],
     }  # fmt: skip
 

@@ -22,6 +22,12 @@ class Contestant:
     used: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def tolerance(self) -> float:
+        """So much less than the best one's may the fp32 logit of a token be that this engine makes."""
+        is_quantized = self.engine == "llama" or "quantization" in dict(self.options)
+        return 3.0 if is_quantized else 0.5
+
 
 @dataclass(frozen=True)
 class Goal:

@@ -1,6 +1,7 @@
 """transformers with peft: one padded batch, one adapter for all rows or one per row by `adapter_names`.
 
-With setup["oracle"], in fp32 and one row at a time: per prompt the greedy ids, and by how much each one's logit led.
+With setup["oracle"], in fp32 and one row at a time: of each token of job["made"], which follows its prompt and the
+tokens made before it, by how much its logit is less than the best one's.
 """
 
 from __future__ import annotations
@@ -41,25 +42,20 @@ def _generate(model: Any, job: dict[str, Any]) -> list[list[int]]:
     return answers
 
 
+def _judge(model: Any, job: dict[str, Any]) -> list[list[float]]:
+    rows = zip(job["prompts"], job["made"], job["adapters"], strict=True)
+    return [_judge_row(model, *row) for row in rows]
+
+
 @torch.inference_mode()
-def _judge(model: Any, job: dict[str, Any]) -> list[dict[str, list[float]]]:
-    return [_judge_row(model, *row, job["output_len"]) for row in zip(job["prompts"], job["adapters"], strict=True)]
-
-
-def _judge_row(model: Any, prompt: list[int], adapter: int | None, count: int) -> dict[str, list[float]]:
+def _judge_row(model: Any, prompt: list[int], made: list[int], adapter: int | None) -> list[float]:
     if adapter is not None:
         model.set_adapter(str(adapter))
-    ids: list[float] = []
-    leads: list[float] = []
-    tokens, cache = torch.tensor([prompt]), None
-    for _ in range(count):
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        best = output.logits[0, -1].topk(2)
-        ids.append(int(best.indices[0]))
-        leads.append(float(best.values[0] - best.values[1]))
-        tokens = best.indices[:1].view(1, 1)
-    return {"ids": ids, "leads": leads}
+    ids = torch.tensor([prompt + made[:-1]])
+    logits = model(input_ids=ids, logits_to_keep=len(made)).logits[0]
+    own = logits.gather(1, torch.tensor(made)[:, None])[:, 0]
+    shortfalls: list[float] = (logits.max(dim=1).values - own).tolist()
+    return shortfalls
 
 
 if __name__ == "__main__":
