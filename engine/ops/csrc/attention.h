@@ -35,9 +35,13 @@ static void run_attention(const Attention& at, long num_sequences) {
         items.push_back({s, kv, row, int(std::min<long>(ROWS_OF_QUERIES, rows - row))});
   const Queries* todo = items.data();
   const long count = items.size();
-  pool.run(count, [&at, todo, count](long i) {
+  // The heads of a block lie beside each other in memory: one thread reads all of them, where there is enough to do.
+  const long heads = count >= 4 * pool.size() * at.kv_heads ? at.kv_heads : 1;
+  pool.run(count / heads, [&at, todo, count, heads](long task) {
     static thread_local Scratch buffer;
-    const long other = std::min(i + pool.size(), count - 1);
-    attend_any(at, todo[i], todo[other], buffer.take<float>(work_floats(at.D)));
+    for (long i = task * heads, end = i + heads; i < end; i++) {
+      const long after = i + 1 < end ? i + 1 : end + heads * (pool.size() - 1);
+      attend_any(at, todo[i], todo[std::min(after, count - 1)], buffer.take<float>(work_floats(at.D)));
+    }
   });
 }
