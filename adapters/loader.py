@@ -27,7 +27,7 @@ import torch
 from adapters.base_copies import check_copies
 from adapters.blueprint import Blueprint, Blueprints
 from adapters.header import Tensor, open_regular
-from adapters.numbers import STORED
+from adapters.numbers import STORED, aligned_zeros
 from adapters.parts import BaseWeights, Parts
 from adapters.spans import Move, Piece, move, pack, spans
 from adapters.spec import LINEARS, MODULES, AdapterInvalid, AdapterRef, BaseShape, ModuleSpec, aligned, extents
@@ -171,7 +171,8 @@ class Loader:
 
     def _pack(self, file: FileIO, blueprint: Blueprint) -> PackedAdapter:
         kind = _KINDS[self._dtype]
-        buffer = np.zeros(blueprint.num_elements, STORED[kind])
+        stored = STORED[kind]
+        buffer = aligned_zeros(blueprint.num_elements * stored.itemsize).view(stored)
         pack(file, blueprint.spans, buffer, kind, self._move)
         for module, group in groupby(blueprint.rest, key=itemgetter(0)):
             parts = Parts(file, blueprint.found.tensors, module, blueprint.shape, self._base)

@@ -14,9 +14,19 @@ from adapters.values import read_into
 
 STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
+LINE_BYTES = 64
+
 _CHUNK = 1 << 15
 
 Array = npt.NDArray[Any]
+
+
+def aligned_zeros(num_bytes: int) -> Array:
+    """Bytes that begin with a line of the processor's cache: loads of a whole line would else touch two. Pages become
+    real memory when they are first written."""
+    raw = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+    start = -raw.ctypes.data % LINE_BYTES
+    return raw[start : start + num_bytes]
 
 
 def read(file: FileIO, tensor: Tensor) -> Array:

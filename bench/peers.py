@@ -118,7 +118,7 @@ class Stage:
         return self._worker(contestant).load_s
 
     def judge(self, contestant: Contestant, prompts: list[list[int]], made: list[list[int]]) -> list[list[float]]:
-        """By how much the fp32 logit of each token that was made, after those before it, is less than the best one's."""
+        """By how much the fp32 logit of each made token, after those before it, is less than the best one."""
         setup = self._setup(contestant) | {"model": str(self._model), "oracle": True}
         oracle = Worker(self._peers / "peft" / "bin" / "python", SCRIPTS["peft"], setup, self._peers)
         rows = self._workload.rows(contestant)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from adapters.numbers import aligned_zeros
 from engine.model.config import ModelConfig
 from engine.prefault import Prefault
 
@@ -45,11 +45,7 @@ class KVCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """On the CPU pages of zeros that become real memory when first written, 64-byte aligned; torch.zeros would write
-    them all at start."""
+    """On the CPU, pages that become real memory when first written; torch.zeros would write them all at start."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(aligned_zeros(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
