@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from adapters import sandbox
+from adapters.checksum import CHECKSUM_FILE
 from adapters.shards import INDEX_FILE
 from adapters.spec import AdapterSpec, BaseShape
 from adapters.storage import CONFIG_FILE, WEIGHTS_FILE, DirectoryStore
@@ -108,7 +109,7 @@ def test_a_large_sharded_adapter_needs_little_memory(tmp_path: Path) -> None:
     assert (result["modules"], result["tensors"]) == (2 * NUM_LAYERS, 4 * NUM_LAYERS)
     assert result["grown"] < 48 << 20
     (entry,) = (tmp_path / "store").iterdir()
-    assert {path.name for path in entry.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+    assert {path.name for path in entry.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE, CHECKSUM_FILE}
     assert (entry / WEIGHTS_FILE).stat().st_size > sum(header(shapes)[1] for shapes in shards())
     assert not (entry / INDEX_FILE).exists()
 
