@@ -6,6 +6,7 @@ tokens made before it, by how much its logit is less than the best one's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,8 +52,10 @@ def _judge(model: Any, job: dict[str, Any]) -> list[list[float]]:
 def _judge_row(model: Any, prompt: list[int], made: list[int], adapter: int | None) -> list[float]:
     if adapter is not None:
         model.set_adapter(str(adapter))
+    is_bare = adapter is None and hasattr(model, "disable_adapter")  # a row of the base, with adapters loaded
     ids = torch.tensor([prompt + made[:-1]])
-    logits = model(input_ids=ids, logits_to_keep=len(made)).logits[0]
+    with model.disable_adapter() if is_bare else nullcontext():
+        logits = model(input_ids=ids, logits_to_keep=len(made)).logits[0]
     own = logits.gather(1, torch.tensor(made)[:, None])[:, 0]
     shortfalls: list[float] = (logits.max(dim=1).values - own).tolist()
     return shortfalls
