@@ -24,8 +24,8 @@ class Contestant:
 
     @property
     def tolerance(self) -> float:
-        """So much less than the best one's may the fp32 logit of a token be that this engine makes. The peers round logits
-        to bf16, in steps of 0.125 where they are about 20."""
+        """So much less than the best one's may the fp32 logit of a token be that this engine makes. The peers round
+        logits to bf16, in steps of 0.125 where they are about 20."""
         if self.engine == "llama" or "quantization" in dict(self.options):
             return 3.0
         return 0.5 if self.engine == "chorus" else 1.0
