@@ -229,8 +229,10 @@ def _get(source: Source, name: str, file: File, path: Path) -> None:
 
 
 def _sum(directory: Path, manifest: Manifest) -> None:
-    """Its weights are what they should be: from now on, a checksum will tell."""
-    checksum.write(directory / WEIGHTS_FILE, bytes.fromhex(manifest.files[WEIGHTS_FILE].sha256))
+    """Its weights are what they should be: from now on, a checksum will tell. Where a manifest has none, whoever loads
+    the adapter says so."""
+    if WEIGHTS_FILE in manifest.files:
+        checksum.write(directory / WEIGHTS_FILE, bytes.fromhex(manifest.files[WEIGHTS_FILE].sha256))
 
 
 def _append(source: Source, name: str, size: int, path: Path) -> None:

@@ -99,7 +99,7 @@ def create_app(settings: Settings, engine: Engine | None = None) -> FastAPI:
 def has_engine(app: FastAPI) -> bool:
     """An engine answers this worker."""
     replicas: ReplicaSet | None = getattr(app.state, "replicas", None)
-    return replicas is not None and any(engine.ready is not None for engine in replicas.engines)
+    return replicas is not None and replicas.answers
 
 
 ROUTERS = (

@@ -3,6 +3,7 @@ stdin, which then stays open: when it closes, the parent is gone, and so is the 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -70,8 +71,10 @@ def run_worker(job: Job) -> None:
     app = create_app(job.settings)
 
     async def beat() -> None:
-        os.write(job.beat_fd, READY if has_engine(app) else ALIVE)
+        with contextlib.suppress(BlockingIOError):  # a parent that was stopped for hours has not read the others
+            os.write(job.beat_fd, READY if has_engine(app) else ALIVE)
 
+    os.set_blocking(job.beat_fd, False)
     fds = [fd for fd in (job.listen_fd, job.admin_fd) if fd >= 0]
     serve(app, job.settings, fds, beat, Tally(job.tally_fd, job.number))
 

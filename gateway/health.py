@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.protocol import Unavailable
 from gateway.auth import AdminPrincipal, requires, state_of
 from tenants.db import StateUnavailable
 
@@ -31,7 +30,7 @@ async def readyz(request: Request) -> JSONResponse:
     """200 when a request would be served now: engine, database and Redis answer. Else 503, saying which does not."""
     state = state_of(request)
     database, redis = await asyncio.gather(_answers(state.database.ping()), _answers(state.redis.ping()))
-    parts = {"engine": _engine_answers(request), "database": database, "redis": redis}
+    parts = {"engine": state.replicas.answers, "database": database, "redis": redis}
     is_ready = all(parts.values())
     body: dict[str, Any] = {"status": "ready" if is_ready else "unavailable"}
     body |= {name: "ok" if is_up else "away" for name, is_up in parts.items()}
@@ -42,7 +41,7 @@ async def readyz(request: Request) -> JSONResponse:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """As vLLM's: 200 while the engine answers."""
-    return Response(status_code=200 if _engine_answers(request) else 503)
+    return Response(status_code=200 if state_of(request).replicas.answers else 503)
 
 
 @router.get("/metrics")
@@ -50,14 +49,6 @@ async def metrics(request: Request, _: AdminPrincipal = Depends(requires("admin"
     """Sums over all workers, and the engines' gauges, for Prometheus."""
     state = state_of(request)
     return Response(await state.metrics.render(state.replicas), media_type=METRICS_TYPE)
-
-
-def _engine_answers(request: Request) -> bool:
-    try:
-        state_of(request).replicas.ready()
-    except Unavailable:
-        return False
-    return True
 
 
 async def _answers(ping: Awaitable[Any]) -> bool:

@@ -25,6 +25,11 @@ class ReplicaSet:
             raise Unavailable("unavailable", "The engine is not available, please try again.", RETRY_AFTER_S)
         return min(found, key=lambda ready: ready.max_model_len)
 
+    @property
+    def answers(self) -> bool:
+        """Any of them."""
+        return any(engine.ready is not None for engine in self.engines)
+
     def choose(self, adapter: AdapterRef | None) -> Engine:
         """The replica that has the adapter resident, then the one with the least to do. Raises Unavailable."""
         self.ready()

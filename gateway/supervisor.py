@@ -120,7 +120,7 @@ class Supervisor:
         async with httpx.AsyncClient(timeout=5) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    is_heard = all(beats.say_ready for beats in self._beats)
+                    is_heard = all(beats.say_ready() for beats in self._beats)
                     if is_heard and (await client.get(f"{self.base_url}/readyz")).is_success:
                         return
                 await asyncio.sleep(READY_POLL_S)
@@ -212,7 +212,6 @@ class Beats:
         unseen, self._unseen = self._unseen, b""
         return bool(unseen)
 
-    @property
     def say_ready(self) -> bool:
         self._read()
         return self._last == READY
