@@ -27,7 +27,7 @@ from engine.batch import ForwardBatch
 from engine.ops import LoraSlices, Moments
 from engine.ops.compile import InstructionSet, load_library
 from engine.ops.native_plan import NativePlan, Part, Segment
-from engine.ops.room import Room
+from engine.ops.room import Room, Shelf
 from engine.ops.tape import Replay, Tape
 from engine.quantization import Quantization
 
@@ -98,6 +98,7 @@ class NativeOps:
         self.rounds_activations = bool(self._library.chorus_rounds_activations())
         self.set_threads(torch.get_num_threads())
         self._slices: dict[LoraSlices, tuple[Any, int]] = {}
+        self._shelf = Shelf()
         self._local = threading.local()
 
     def set_threads(self, num_threads: int) -> None:
@@ -155,7 +156,7 @@ class NativeOps:
         weight_OH = weight_OH.to(torch.bfloat16).contiguous()
         outputs, inputs = weight_OH.shape
         weights = _weights(outputs, inputs, quantization)
-        data = torch.empty(self._library.chorus_packed_bytes(byref(weights)), dtype=torch.uint8)
+        data = self._shelf.empty(self._library.chorus_packed_bytes(byref(weights)))
         known = None
         if moments is not None:
             known = byref(_Inputs(_at(moments.moments_HH), _at(moments.factor_HH)))

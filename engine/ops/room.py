@@ -1,5 +1,5 @@
-"""Room: memory for what operations compute, used again. The system gives new memory by the page, zeroed: of the time of
-a long prompt that was a tenth. Knows no operation."""
+"""Memory of operations: Room for what they compute, used again (the system gives new memory by the page, zeroed: of the
+time of a long prompt that was a tenth), Shelf for what stays. Knows no operation."""
 
 from __future__ import annotations
 
@@ -45,6 +45,27 @@ class Room:
                 return index
         self._memory.append(_aligned(1 << (size - 1).bit_length() if self._keeps else size))
         return len(self._memory) - 1
+
+
+class Shelf:
+    """Pieces that stay, side by side in large arrays: for those numpy asks the system for huge pages, and a processor
+    reads ahead in them for longer."""
+
+    CHUNK_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._start = 0
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Bytes that begin with a line of the cache. They live as long as something sees their array."""
+        self._start += -(self._chunk.ctypes.data + self._start) % ALIGNMENT
+        if self._start + num_bytes > len(self._chunk):
+            self._chunk = np.empty(max(self.CHUNK_BYTES, num_bytes + ALIGNMENT), np.uint8)
+            self._start = -self._chunk.ctypes.data % ALIGNMENT
+        piece = self._chunk[self._start : self._start + num_bytes]
+        self._start += num_bytes
+        return torch.from_numpy(piece)
 
 
 def _aligned(size: int) -> np.ndarray:

@@ -5,38 +5,10 @@
 //   values  [BLOCK/2][D] pairs of positions      so that p·V is a product with D columns
 #pragma once
 
-#include "pool.h"
 #include "vectors.h"
 
 constexpr int BLOCK = 16;       // positions of a KV block
 constexpr int GROUP = HAS_TILES ? 128 : 32;  // positions of one online-softmax step
-constexpr float KV_LIMIT = 65504.0f;
-
-// Only finite numbers are kept: unused slots of a block are read with weight 0, and 0 · NaN is NaN.
-INLINE float finite(float x) { return x != x ? 0.0f : std::min(std::max(x, -KV_LIMIT), KV_LIMIT); }
-INLINE vf finite(vf x) { return vmin(vmax(x == x ? x : vf{}, splat(-KV_LIMIT)), splat(KV_LIMIT)); }
-
-// D must be a multiple of L.
-static void write_kv(const float* k, const float* v, long T, long ldk, long ldv, long heads, long D, bf16* cache,
-                     long num_blocks, const int64_t* slots) {
-  const long block_size = heads * BLOCK * D;
-  for_rows(T, T * heads * D / 4, [=](long t) {
-    const long block = slots[t] / BLOCK, offset = slots[t] % BLOCK;
-    for (long h = 0; h < heads; h++) {
-      bf16* keys = cache + block * block_size + h * BLOCK * D + offset * 2;
-      bf16* values = cache + (num_blocks + block) * block_size + h * BLOCK * D + offset / 2 * D * 2 + offset % 2;
-      for (long d = 0; d < D; d += L) {
-        const vh key = narrow(finite(load<vf>(k + t * ldk + h * D + d)));
-        const vh value = narrow(finite(load<vf>(v + t * ldv + h * D + d)));
-        bf16 key_parts[L], value_parts[L];
-        store(key_parts, key);
-        store(value_parts, value);
-        for (int i = 0; i < L; i += 2) std::memcpy(keys + (d + i) / 2 * BLOCK * 2, key_parts + i, 2 * sizeof(bf16));
-        for (int i = 0; i < L; i++) values[(d + i) * 2] = value_parts[i];
-      }
-    }
-  });
-}
 
 struct Attention {
   const float* q;
@@ -51,8 +23,8 @@ struct Attention {
   long ldo;
 };
 
-// Rows [row, row + count) of a sequence's (token, head of the group) pairs, for one KV head.
-struct Queries { long s, kv, row; int count; };
+// Rows [row, row + count) of a sequence's (token, head of the group) pairs, for KV heads [kv, kv + heads).
+struct Queries { long s, kv, heads, row; int count; };
 
 // The positions that some of them see, in groups that start at multiples of GROUP, so that a row's sums do not depend on
 // where its chunk begins; and where their blocks lie.

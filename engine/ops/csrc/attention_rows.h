@@ -84,7 +84,7 @@ INLINE void blend(float* out, long D, const Form::Pair* weights, const uint32_t*
     for (int c = 0; c < C; c++) store(out + r * D + c * L, acc[r][c]);
 }
 
-INLINE long work_floats(long D) { return ROWS_OF_QUERIES * (4 * D + 4 * BLOCK_PAIRS) + 64; }
+INLINE long work_floats(long D, long) { return ROWS_OF_QUERIES * (4 * D + 4 * BLOCK_PAIRS) + 64; }
 
 // R rows. `after`: those that this thread is likely to meet next.
 template <int R>
@@ -154,8 +154,19 @@ static void attend(const Attention& at, const Queries& rows, const Queries& afte
   }
 }
 
+// One KV head.
 template <int R = ROWS_OF_QUERIES>
-static void attend_any(const Attention& at, const Queries& rows, const Queries& after, float* work) {
+static void attend_head(const Attention& at, const Queries& rows, const Queries& after, float* work) {
   if (rows.count == R) return attend<R>(at, rows, after, work);
-  if constexpr (R > 1) attend_any<R - 1>(at, rows, after, work);
+  if constexpr (R > 1) attend_head<R - 1>(at, rows, after, work);
+}
+
+static void attend_any(const Attention& at, const Queries& rows, const Queries& after, float* work) {
+  Queries one = rows;
+  for (long end = rows.kv + rows.heads; one.kv < end;) {
+    Queries next = one;
+    next.kv++;
+    attend_head(at, one, next.kv < end ? next : after, work);
+    one = next;
+  }
 }

@@ -11,12 +11,16 @@ constexpr int ROWS_OF_QUERIES = TILE;  // at once
 constexpr int BLOCKS = GROUP / BLOCK;  // of a group
 static_assert(BLOCK == TILE && BLOCKS % 4 == 0 && BLOCK_PAIRS == TILE);
 
-INLINE long work_floats(long D) { return ROWS_OF_QUERIES * (4 * D + 2 * GROUP) + 64; }
-
 // Where the keys and values of a group's blocks lie.
 struct Group {
   const uint32_t *keys[BLOCKS], *values[BLOCKS];
   long blocks;  // that some row sees
+
+  Group head(long words) const {  // the same blocks, of a head that lies so far behind
+    Group other = *this;
+    for (long b = 0; b < BLOCKS; b++) other.keys[b] += words, other.values[b] += words;
+    return other;
+  }
 
   Group(const Attention& at, const Span& span, long begin) {
     blocks = std::min<long>(BLOCKS, (span.end - begin + BLOCK - 1) / BLOCK);
@@ -28,9 +32,25 @@ struct Group {
   }
 };
 
-INLINE void prefetch_block(const uint32_t* at, long D) {
-  for (long i = 0; i < D / 2; i++) __builtin_prefetch(at + i * BLOCK);
-}
+// What comes next: the blocks of a group, prefetched line by line, keys and values turn about, all heads' of a block.
+class Next {
+ public:
+  Next(const Group& group, long block_bytes, long steps)
+      : group_(group), lines_(block_bytes / 64), pace_(int((group.blocks * lines_ + steps - 1) / steps)) {}
+  FLAT void step() {
+    for (int i = 0; i < pace_ && block_ < group_.blocks; i++) {
+      __builtin_prefetch((const char*)group_.keys[block_] + 64 * line_, 0, 2);
+      __builtin_prefetch((const char*)group_.values[block_] + 64 * line_, 0, 2);
+      if (++line_ == lines_) line_ = 0, block_++;
+    }
+  }
+
+ private:
+  const Group group_;
+  const long lines_;
+  const int pace_;
+  long block_ = 0, line_ = 0;
+};
 
 // Four blocks of keys, from `at` on, meet the pairs of rows in tile A.
 #define MATCH(A, KEYS, at)                     \
@@ -109,9 +129,9 @@ INLINE void weigh(Softmax& soft, const float* scores, long blocks, float* out, l
   soft.total = total;
 }
 
-// out[row][d .. d + N·16) += weights · values over the blocks of the group. The next group's values are prefetched.
+// out[row][d .. d + N·16) += weights · values over the blocks of the group.
 template <int N>
-INLINE void blend_blocks(float* out, long D, const uint32_t* weights, const Group& group, const Group& next, long d) {
+INLINE void blend_blocks(float* out, long D, const uint32_t* weights, const Group& group, long d, Next& next) {
   const long bytes = D * 4;
   out += d;
   _tile_loadd(0, out, bytes);
@@ -120,8 +140,7 @@ INLINE void blend_blocks(float* out, long D, const uint32_t* weights, const Grou
   if constexpr (N > 3) _tile_loadd(3, out + 3 * TILE, bytes);
   for (long b = 0; b < group.blocks; b++) {
     const uint32_t* values = group.values[b] + d;
-    for (long i = 0; i < BLOCK / 2; i++)
-      for (int n = 0; n < N; n++) __builtin_prefetch(next.values[b] + d + i * D + n * TILE);
+    next.step();
     _tile_loadd(5, weights + b * BLOCK / 2, GROUP * 2);
     _tile_loadd(7, values, bytes);
     _tile_dpbf16ps(0, 5, 7);
@@ -144,61 +163,81 @@ INLINE void blend_blocks(float* out, long D, const uint32_t* weights, const Grou
   if constexpr (N > 3) _tile_stored(3, out + 3 * TILE, bytes);
 }
 
-// At most ROWS_OF_QUERIES rows. `after`: those that this thread is likely to meet next.
+INLINE long work_floats(long D, long heads) {
+  return ROWS_OF_QUERIES * (heads * long(2 * D + TILE + sizeof(Softmax) / sizeof(float)) + 2 * GROUP) + 64;
+}
+
+// Where the rows of queries of a call are, of which some are computed at once.
+struct Place { long t, h; };
+INLINE Place place_of(const Attention& at, const Queries& rows, long head, long r) {
+  const long G = at.heads / at.kv_heads, row = rows.row + r;
+  return {at.starts[rows.s] + row / G, (rows.kv + head) * G + row % G};
+}
+
+// At most ROWS_OF_QUERIES rows of some KV heads, head by head for each group of blocks. `after`: those that this thread is
+// likely to meet next.
 static void attend_any(const Attention& at, const Queries& rows, const Queries& after, float* work) {
   const Span span(at, rows), other(at, after);
-  const long s = rows.s, kv = rows.kv, row = rows.row, count = rows.count, last = span.end;
-  const long D = at.D, G = at.heads / at.kv_heads;
+  const long s = rows.s, count = rows.count, last = span.end;
+  const long D = at.D, G = at.heads / at.kv_heads, head_words = BLOCK * D / 2;
   const long first_position = at.contexts[s] - at.lengths[s];
-  const long q_blocks = (D / 2 + TILE - 1) / TILE;
-  float* out = work;                                  // [count][D]
-  float* scores = out + count * D;                    // [count][GROUP]
-  uint32_t* q = (uint32_t*)(scores + count * GROUP);  // [q_blocks][count][TILE]
-  uint32_t* weights = q + q_blocks * count * TILE;    // [count][GROUP / 2]
-  Softmax soft[ROWS_OF_QUERIES];
-  for (long r = 0; r < count; r++) {
-    const long t = (row + r) / G, h = kv * G + (row + r) % G;
-    const float* from = at.q + (at.starts[s] + t) * at.ldq + h * D;
-    for (long d = 0; d < D; d++) out[d] = from[d] * at.scale;
-    to_pairs(out, D, count * TILE, q + r * TILE);
-  }
-  std::memset(out, 0, sizeof(float) * count * D);
+  const long q_words = (D / 2 + TILE - 1) / TILE * count * TILE;
+  float* out = work;                                        // [heads][count][D]
+  float* scores = out + rows.heads * count * D;             // [count][GROUP]
+  uint32_t* q = (uint32_t*)(scores + count * GROUP);        // [heads][q_words / count / TILE][count][TILE]
+  uint32_t* weights = q + rows.heads * q_words;             // [count][GROUP / 2]
+  Softmax* soft = (Softmax*)(weights + count * GROUP / 2);  // [heads][count]
+  for (long h = 0; h < rows.heads; h++)
+    for (long r = 0; r < count; r++) {
+      const Place place = place_of(at, rows, h, r);
+      const float* from = at.q + place.t * at.ldq + place.h * D;
+      for (long d = 0; d < D; d++) out[d] = from[d] * at.scale;
+      to_pairs(out, D, count * TILE, q + h * q_words + r * TILE);
+      soft[h * count + r] = {};
+    }
+  std::memset(out, 0, sizeof(float) * rows.heads * count * D);
   TileShapes shapes;
   for (int tile : {0, 1, 2, 3, 4}) shapes.set(tile, int(count));
   shapes.set(5, int(count), TILE_BYTES / 2);
   shapes.set(6, TILE);
   shapes.set(7, TILE / 2);
   shapes.use();
-  Group group(at, span, span.begin);
+  Group of_all(at, span, span.begin);
   for (long g = span.begin; g < last; g += GROUP) {
-    const Group next = g + GROUP < last ? Group(at, span, g + GROUP) : Group(at, other, other.begin);
-    for (long b = 0; b < group.blocks; b += 4) {
-      for (long i = b; i < b + 4; i++) prefetch_block(next.keys[i], D);
-      match_blocks(scores + b * BLOCK, q, count, group.keys + b, D);
+    const Group later = g + GROUP < last ? Group(at, span, g + GROUP) : Group(at, other, other.begin);
+    Next next(later, rows.heads * head_words * 4, rows.heads * (of_all.blocks + (of_all.blocks + 3) / 4 * 4));
+    for (long h = 0; h < rows.heads; h++) {
+      const Group group = of_all.head(h * head_words);
+      float* of_head = out + h * count * D;
+      for (long b = 0; b < group.blocks; b += 4) {
+        for (long i = 0; i < 4; i++) next.step();
+        match_blocks(scores + b * BLOCK, q + h * q_words, count, group.keys + b, D);
+      }
+      fence_tiles();
+      for (long r = 0; r < count; r++) {
+        const long position = first_position + (rows.row + r) / G, from = at.window ? position - at.window + 1 : 0;
+        float* of_row = scores + r * GROUP;
+        for (long i = std::max(position + 1 - g, 0L); i < group.blocks * BLOCK; i++) of_row[i] = -INFINITY;
+        for (long i = 0; i < std::min(from - g, group.blocks * BLOCK); i++) of_row[i] = -INFINITY;
+        weigh(soft[h * count + r], of_row, group.blocks, of_head + r * D, D, (bf16*)(weights + r * GROUP / 2));
+      }
+      fence_tiles();
+      long d = 0;
+      for (; d + 4 * TILE <= D; d += 4 * TILE) blend_blocks<4>(of_head, D, weights, group, d, next);
+      switch ((D - d) / TILE) {
+        case 1: blend_blocks<1>(of_head, D, weights, group, d, next); break;
+        case 2: blend_blocks<2>(of_head, D, weights, group, d, next); break;
+        case 3: blend_blocks<3>(of_head, D, weights, group, d, next); break;
+      }
+      fence_tiles();
     }
-    fence_tiles();
+    of_all = later;
+  }
+  for (long h = 0; h < rows.heads; h++)
     for (long r = 0; r < count; r++) {
-      const long position = first_position + (row + r) / G, from = at.window ? position - at.window + 1 : 0;
-      float* of_row = scores + r * GROUP;
-      for (long i = std::max(position + 1 - g, 0L); i < group.blocks * BLOCK; i++) of_row[i] = -INFINITY;
-      for (long i = 0; i < std::min(from - g, group.blocks * BLOCK); i++) of_row[i] = -INFINITY;
-      weigh(soft[r], of_row, group.blocks, out + r * D, D, (bf16*)(weights + r * GROUP / 2));
+      const Place place = place_of(at, rows, h, r);
+      const float total = sum(soft[h * count + r].total);
+      float* to = at.out + place.t * at.ldo + place.h * D;
+      for (long d = 0; d < D; d += L) store(to + d, load<vf>(out + (h * count + r) * D + d) / total);
     }
-    fence_tiles();
-    long d = 0;
-    for (; d + 4 * TILE <= D; d += 4 * TILE) blend_blocks<4>(out, D, weights, group, next, d);
-    switch ((D - d) / TILE) {
-      case 1: blend_blocks<1>(out, D, weights, group, next, d); break;
-      case 2: blend_blocks<2>(out, D, weights, group, next, d); break;
-      case 3: blend_blocks<3>(out, D, weights, group, next, d); break;
-    }
-    fence_tiles();
-    group = next;
-  }
-  for (long r = 0; r < count; r++) {
-    const long t = (row + r) / G, h = kv * G + (row + r) % G;
-    const float total = sum(soft[r].total);
-    float* to = at.out + (at.starts[s] + t) * at.ldo + h * D;
-    for (long d = 0; d < D; d += L) store(to + d, load<vf>(out + r * D + d) / total);
-  }
 }

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "kv_write.h"
 #include "linear.h"
 #include "lora.h"
 #include "moves.h"
@@ -91,8 +92,8 @@ static void do_lora(Args a) {  // y, ldy, x, ldx, H, segments, their number, lay
 }
 
 static void do_write_kv(Args a) {  // k, ldk, v, ldv, T, heads, D, cache, blocks, slots
-  write_kv(at<const float>(a[0]), at<const float>(a[2]), a[4], a[1], a[3], a[5], a[6], at<bf16>(a[7]), a[8],
-           at<const int64_t>(a[9]));
+  write_kv({at<const float>(a[0]), at<const float>(a[2]), a[1], a[3], a[5], a[6], at<bf16>(a[7]), a[8],
+            at<const int64_t>(a[9])}, a[4]);
 }
 
 static Attention attention_of(Args a) {

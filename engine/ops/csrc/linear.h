@@ -58,12 +58,14 @@ static void run_parts(Job job, long columns, Form::Pair* laid, Z* z, const Out& 
       project_rows(lora, *each.segment, each.start, laid + job.before(part) * blocks * BLOCK_PAIRS, job.size(part),
                    z + job.before(part) * lora.num_slices * z_stride(lora));
   });
-  static thread_local std::vector<long> ends;  // of tasks that get smaller, so that all threads end at about the same time
-  ends.assign(1, 0);
-  const long sharers = pool.size() == 1 ? 1 : 2L * pool.size();
-  while (ends.back() < tiles) ends.push_back(ends.back() + std::max(1L, (tiles - ends.back()) / sharers));
-  const long* bounds = ends.data();
-  pool.run(long(ends.size()) - 1, [&](long task) { run_task(job, bounds[task], bounds[task + 1], out); });
+  if (pool.size() == 1) return run_task(job, 0, tiles, out);
+  static constexpr long PIECES = 5, SHARES[PIECES + 1] = {0, 8, 12, 14, 15, 16};  // get smaller: all threads end at about the same time
+  const long lanes = pool.size();
+  pool.run(lanes * PIECES, [&job, &out, tiles, lanes](long task) {
+    const long lane = task / PIECES, piece = task % PIECES;
+    const long first = tiles * lane / lanes, count = tiles * (lane + 1) / lanes - first;
+    run_task(job, first + count * SHARES[piece] / 16, first + count * SHARES[piece + 1] / 16, out);
+  });
 }
 
 // y = W·x + b of M rows, and what the adapters of their segments make of it.

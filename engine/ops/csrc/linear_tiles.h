@@ -73,10 +73,14 @@ INLINE void multiply_block(const Shape& shape, const void* x, long stride, const
 INLINE void multiply_laid(Shape shape, const Form::Pair* x, long rows, const char* w, const char* beside, long pairs,
                           Ahead ahead) {
   const long whole = pairs / TILE, left = pairs % TILE, block_bytes = TILE * NT * 4;
+  const int lines = TILE / UNROLL * ahead.lines / (ahead.is_halved ? 2 : 1);
+  const long apart = beside ? beside - w : ahead.is_halved ? whole * lines * 64 : 0;
   for (long b = 0; b < whole; b++) {
-    for (int t = 0; t < (beside ? 2 : 1); t++)
-      for (int i = 0; i < TILE / UNROLL * ahead.lines; i++) __builtin_prefetch(ahead.at + t * (beside - w) + 64 * i, 0, 2);
-    ahead.at += 64 * TILE / UNROLL * ahead.lines;
+    for (int i = 0; i < lines; i++) {
+      __builtin_prefetch(ahead.at + 64 * i, 0, 2);
+      if (apart) __builtin_prefetch(ahead.at + apart + 64 * i, 0, 2);
+    }
+    ahead.at += 64 * lines;
     multiply_block(shape, x + b * TILE * rows, TILE_BYTES, w + b * block_bytes, beside ? beside + b * block_bytes : nullptr);
   }
   if (left) {
@@ -217,7 +221,7 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
       const long rows = job.size(part), row = job.parts[part].start, done = part * steps * lines * 64;
       if (rows != shaped) shape_rows(shapes, shaped = rows);
       const Ahead ahead = is_few ? Ahead{tile + NEAR, int(lines)}
-                                 : Ahead{tile + bytes + done, t + 1 < last && done < bytes ? int(lines) : 0};
+                                 : Ahead{tile + bytes + done, t + 1 < last && done < bytes ? int(lines) : 0, true};
       const Shape shape{rows > TILE, int(2 * num)};
       if (to.bias) begin_sums(shape, to.bias, to.num_columns);
       else zero_sums();

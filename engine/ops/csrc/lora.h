@@ -20,10 +20,11 @@ template <class F> static void run_lora(const Lora& call, const F& is_done) {
       items.push_back({each, row, int(std::min<long>(LORA_TOGETHER, each->end - row))});
   const Item* todo = items.data();
   const long count = items.size();
+  const int threads = pool.size();
   pool.run(count, [=](long i) {
     const Item& item = todo[i];
-    const long other = i + pool.size();
-    const Part after = other < count && todo[other].segment != item.segment ? Part(call, *todo[other].segment, 0) : Part();
+    const bool has_next = Pool::goes_on(i, count, threads) && todo[i + 1].segment != item.segment;
+    const Part after = has_next ? Part(call, *todo[i + 1].segment, 0) : Part();
     adapt(call, *item.segment, item.row, item.count, after);
   });
 }

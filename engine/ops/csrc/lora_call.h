@@ -17,15 +17,24 @@ constexpr int MODULES = 14, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, FL
 constexpr int UNIT = 16, HAS_G = 1, HAS_C = 2;
 
 // Lines that are wanted next, prefetched `pace` at a time.
-struct Wanted {
-  const char *at = nullptr, *end = nullptr;
-  int pace = 0;
+class Wanted {
+ public:
   Wanted() = default;
-  Wanted(const void* data, long bytes, long steps)
-      : at((const char*)data), end(at + bytes), pace(int((bytes / 64 + steps) / std::max(steps, 1L))) {}
-  INLINE void step(Wanted& w, int steps = 1) {
-    for (int i = 0; i < steps * w.pace && w.at < w.end; i++, w.at += 64) __builtin_prefetch(w.at, 0, 2);
+  // `places`: so many of them turn about, for a processor that reads ahead of each by itself.
+  Wanted(const void* data, long bytes, long steps, int places = 1)
+      : at_((const char*)data), places_(places), apart_((bytes / places + 63) / 64 * 64), end_(at_ + apart_),
+        pace_(int((apart_ / 64 + steps) / std::max(steps, 1L))) {}
+  FLAT void step(int steps = 1) {
+    for (int i = 0; i < steps * pace_ && at_ < end_; i++, at_ += 64)
+      for (int place = 0; place < places_; place++) __builtin_prefetch(at_ + place * apart_, 0, 2);
   }
+
+ private:
+  const char* at_ = nullptr;
+  int places_ = 1;
+  long apart_ = 0;
+  const char* end_ = nullptr;
+  int pace_ = 0;
 };
 
 struct Lora {  // one call: the rows of each segment, through the slices of one linear

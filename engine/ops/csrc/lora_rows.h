@@ -61,7 +61,7 @@ INLINE void shrink_part(const typename Along<F>::X* x, long ldx, const bf16* A, 
   vf acc[R * N] = {};
   long h = 0;
   for (; h + AT_ONCE * On::STEP <= H; h += AT_ONCE * On::STEP) {
-    Wanted::step(wanted, AT_ONCE);
+    wanted.step(AT_ONCE);
     match_rows<F, R, N, AT_ONCE>(acc, x + h, ldx, A + h, H);
   }
   for (; AT_ONCE > 1 && h + On::STEP <= H; h += On::STEP) match_rows<F, R, N, 1>(acc, x + h, ldx, A + h, H);
@@ -112,7 +112,7 @@ constexpr long expand_steps(long rank, long O, int R) {
 template <int R, int V>
 INLINE void deltas(vf (&sums)[R][V], const float* z, long ldz, const bf16* B, long rank, long O, Wanted& wanted) {
   for (long j = 0; j < rank; j++) {
-    Wanted::step(wanted);
+    wanted.step();
     vf b[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) b[v] = widen(load<vh>(B + j * O + v * L));
@@ -132,7 +132,7 @@ INLINE void deltas(vf (&sums)[R][V], const bf16* z, long ldz, const bf16* B, lon
   const __m512i first = _mm512_load_si512(FIRST), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
   static_assert(V % 2 == 0);
   for (long j = 0; j < rank; j += 2) {
-    Wanted::step(wanted);
+    wanted.step();
     vu b[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v += 2) {

@@ -48,7 +48,7 @@ INLINE void turn_rows(const float* x, long ldx, int count, long H, uint32_t* roo
 
 // z[row][rank] = A·x for `count` turned rows, rounded to bf16. A [rank, H]: 32 of its rows at once, tiles 4 and 5; their
 // sums are tiles 0 and 1.
-static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank, long H, Z* z, long ldz, Wanted wanted) {
+static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank, long H, Z* z, long ldz, Wanted& wanted) {
   const long blocks = num_blocks(H), whole = H / (2 * TILE), stride = H * 2, x_stride = turned_stride(count);
   alignas(64) float sums[2 * TILE * TILE];
   alignas(64) bf16 end[2 * TILE * 2 * TILE];
@@ -63,7 +63,7 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
     _tile_zero(1);
     const bf16* rows = A + j * H;
     for (long b = 0; b < whole; b++) {
-      Wanted::step(wanted);
+      wanted.step();
       _tile_loadd(6, x + b * TILE * x_stride, 4 * x_stride);
       _tile_loadd(4, rows + b * 2 * TILE, stride);
       _tile_dpbf16ps(0, 4, 6);
@@ -89,30 +89,53 @@ static void shrink_tiles(const uint32_t* x, int count, const bf16* A, long rank,
   }
 }
 
-// y[0 .. V·L) += what a tile would add: sum over j of z[j] · B[j].
-template <int V>
-INLINE void expand_columns(float* y, const float* z, const bf16* B, long rank, long O, Wanted& wanted) {
-  vf sums[V];
-  for (int v = 0; v < V; v++) sums[v] = load<vf>(y + v * L);
+// y[0 .. 32·LINES) += what a tile would add: the sum over j of z[j] · B[j]. Two columns side by side are a pair of memory,
+// so that a line is widened in place: into the left ones of each two, and the right ones.
+template <int LINES>
+INLINE void expand_lines(float* y, const float* z, const bf16* B, long rank, long O, Wanted& wanted) {
+  const __m512i left = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(1));
+  const __m512i first_half = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second_half = _mm512_add_epi32(first_half, _mm512_set1_epi32(8));
+  Wanted next = wanted;
   for (long first = 0; first < rank; first += RANKS) {
-    vf terms[2][V] = {};  // even ones, odd ones
-    for (long j = first; j < std::min(rank, first + RANKS); j++) {
-      if (j % 2 == 0) Wanted::step(wanted);
-      for (int v = 0; v < V; v++) terms[j % 2][v] += z[j] * widen(load<vh>(B + j * O + v * L));
+    vf terms[2][LINES][2] = {};  // even ones, odd ones
+    const long end = std::min(rank, first + RANKS);
+    const auto add = [&](vf (&to)[LINES][2], long j) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int n = 0; n < LINES; n++) {
+        const vu pairs = load<vu>(B + j * O + 2 * L * n);
+        to[n][0] += z[j] * low(pairs);
+        to[n][1] += z[j] * high(pairs);
+      }
+    };
+    for (long j = first; j + 2 <= end; j += 2) {
+      next.step();
+      add(terms[0], j);
+      add(terms[1], j + 1);
     }
-    for (int v = 0; v < V; v++) sums[v] += terms[0][v] + terms[1][v];
+    if ((end - first) % 2) add(terms[0], end - 1);
+#pragma GCC unroll 4
+    for (int n = 0; n < LINES; n++) {
+      float* to = y + 2 * L * n;
+      const __m512 a = (__m512)load<vf>(to), b = (__m512)load<vf>(to + L);
+      const vf lefts = (vf)_mm512_permutex2var_ps(a, left, b) + (terms[0][n][0] + terms[1][n][0]);
+      const vf rights = (vf)_mm512_permutex2var_ps(a, right, b) + (terms[0][n][1] + terms[1][n][1]);
+      store(to, (vf)_mm512_permutex2var_ps((__m512)lefts, first_half, (__m512)rights));
+      store(to + L, (vf)_mm512_permutex2var_ps((__m512)lefts, second_half, (__m512)rights));
+    }
   }
-  for (int v = 0; v < V; v++) store(y + v * L, sums[v]);
+  wanted = next;
 }
 
 // y += Bᵀ·z for one row, from column `first` on. B [rank, O].
-static void expand_row(float* y, const Z* z, const bf16* B, long rank, long O, long first, Wanted wanted) {
+static void expand_row(float* y, const Z* z, const bf16* B, long rank, long O, long first, Wanted& wanted) {
   static thread_local Scratch room;
   float* wide = room.take<float>(rank);
   for (long j = 0; j < rank; j++) wide[j] = widen(z[j]);
   long o = first;
-  for (; o + 4 * L <= O; o += 4 * L) expand_columns<4>(y + o, wide, B + o, rank, O, wanted);
-  for (; o + L <= O; o += L) expand_columns<1>(y + o, wide, B + o, rank, O, wanted);
+  for (; o + 4 * WIDE_TILE <= O; o += 4 * WIDE_TILE) expand_lines<4>(y + o, wide, B + o, rank, O, wanted);
+  for (; o + WIDE_TILE <= O; o += WIDE_TILE) expand_lines<1>(y + o, wide, B + o, rank, O, wanted);
   for (; o < O; o++) {
     float total = 0.0f;
     for (long j = 0; j < rank; j++) total += wide[j] * widen(B[j * O + o]);
@@ -122,7 +145,7 @@ static void expand_row(float* y, const Z* z, const bf16* B, long rank, long O, l
 
 // y[row] += Bᵀ·z[row] for `count` rows.
 static void expand_tiles(float* y, long ldy, int count, const Z* z, long ldz, const bf16* B, long rank, long O,
-                         Wanted wanted) {
+                         Wanted& wanted) {
   alignas(64) uint32_t pairs[TILE * WIDE_TILE];
   TileShapes shapes;
   for (int tile : {0, 1, 4}) shapes.set(tile, count);
@@ -133,7 +156,7 @@ static void expand_tiles(float* y, long ldy, int count, const Z* z, long ldz, co
     _tile_loadd(0, y + o, ldy * 4);
     _tile_loadd(1, y + o + TILE, ldy * 4);
     for (long j = 0; j < rank; j += RANKS) {
-      Wanted::step(wanted);
+      wanted.step();
       fence_tiles();
       interleave(B + j * O + o, rank - j, O, pairs);
       fence_tiles();
@@ -146,7 +169,7 @@ static void expand_tiles(float* y, long ldy, int count, const Z* z, long ldz, co
     _tile_stored(0, y + o, ldy * 4);
     _tile_stored(1, y + o + TILE, ldy * 4);
   }
-  for (int r = 0; r < count && o < O; r++) expand_row(y + r * ldy, z + r * ldz, B, rank, O, o, {});
+  for (int r = 0; r < count && o < O; r++) expand_row(y + r * ldy, z + r * ldz, B, rank, O, o, wanted);
 }
 
 // `count` rows of one adapter, at most LORA_TOGETHER. `after`: the part that this thread is likely to meet next.
@@ -160,13 +183,13 @@ static void adapt(const Lora& call, const Segment& segment, long row, int count,
     const Part part(call, segment, s), next = s + 1 < call.num_slices ? Part(call, segment, s + 1) : after;
     float* y = call.y + row * call.ldy + call.slices[s].first;
     if (part.rank) {
-      const long rank = part.rank, O = part.O;
-      const Wanted b(part.B, rank * O * 2, (rank + RANKS - 1) / RANKS * (call.H / (2 * TILE)));
-      const long steps = count == 1 ? (rank + 1) / 2 * (O / (4 * L)) : (rank + RANKS - 1) / RANKS * (O / WIDE_TILE);
-      const Wanted a(next.A, next.rank * call.H * 2, steps);
-      shrink_tiles(x, count, part.A, rank, call.H, z, ldz, b);
-      if (count == 1) expand_row(y, z, part.B, rank, O, 0, a);
-      else expand_tiles(y, call.ldy, count, z, ldz, part.B, rank, O, a);
+      const long rank = part.rank, O = part.O, tiles = (rank + RANKS - 1) / RANKS;
+      const long expand_steps = count == 1 ? rank / 2 * (O / (4 * WIDE_TILE)) : tiles * (O / WIDE_TILE);
+      const long bytes = next.rank * (call.H + next.O) * sizeof(bf16);  // B lies behind A
+      Wanted wanted(next.A, bytes, tiles * (call.H / (2 * TILE)) + expand_steps, 2);
+      shrink_tiles(x, count, part.A, rank, call.H, z, ldz, wanted);
+      if (count == 1) expand_row(y, z, part.B, rank, O, 0, wanted);
+      else expand_tiles(y, call.ldy, count, z, ldz, part.B, rank, O, wanted);
     }
     rescale(segment, part, y, call.ldy, count);
   }

@@ -43,13 +43,16 @@ typedef int16_t vs __attribute__((vector_size(2 * L)));
 typedef int16_t vw __attribute__((vector_size(4 * L)));
 typedef int8_t vb __attribute__((vector_size(2 * L)));
 
-#define INLINE static inline __attribute__((always_inline))
+#define FLAT inline __attribute__((always_inline))
+#define INLINE static FLAT
 
 template <class V, class T> INLINE V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V, class T> INLINE void store(T* p, V v) { std::memcpy(p, &v, sizeof v); }
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu splat(uint32_t x) { return x - vu{}; }
-#if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction, of which compilers make five
+#if defined(__AVX512F__)  // one instruction, of which compilers make five
+INLINE vf widen(vh h) { return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16); }
+#elif defined(__AVX2__)
 INLINE vf widen(vh h) { return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)h) << 16); }
 #else
 INLINE vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
