@@ -135,8 +135,9 @@ static void (*const OPERATIONS[])(Args) = {do_linear, do_lora,     do_write_kv, 
                                            do_rms_norm, do_silu_mul, do_rope,     do_dense,
                                            do_draw,     do_greedy};
 
-// The linears between here and the next attention read its blocks ahead.
+// The linears between here and the next attention read its blocks ahead, but for those by tiles: these wait for memory.
 static void foresee(const int64_t* tape, const int64_t* end) {
+  if (HAS_TILES) return;
   while (tape < end && OPERATIONS[*tape] != do_attention) tape += ROW;
   if (tape < end) foresee(attention_of(tape + 1), tape[17], coming);
 }

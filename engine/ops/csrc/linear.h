@@ -45,26 +45,40 @@ static void foresee(const Lora& lora, long M, Coming& adapters) {
     }
 }
 
-static void run_parts(Job job, long columns, Form::Pair* laid, Z* z, const Out& out) {
+// Rows as products read them, and the lines of memory that each thread reads first.
+static void lay_rows(const Job& job, long tiles, Form::Pair* laid) {
+  const long first_row = job.parts[0].start, rows = job.parts[job.num_parts - 1].end - first_row;
+  const long blocks = (job.pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS, bytes = tile_bytes(job.w);
+  const long lanes = rows * job.w.K < 8192 ? 1 : pool.size();
+  pool.run(lanes, [&job, laid, first_row, rows, blocks, bytes, tiles, lanes](long lane) {
+    const long first = rows * lane / lanes, last = rows * (lane + 1) / lanes;
+    Wanted wanted(job.w.data + tiles * lane / lanes * bytes, bytes, last - first, 2);
+    for (long r = first, part = 0; r < last; r++) {
+      while (r >= job.before(part) + job.size(part)) part++;
+      wanted.step();
+      to_pairs(job.lora.x + (first_row + r) * job.lora.ldx, job.w.K, job.size(part) * BLOCK_PAIRS,
+               laid + (job.before(part) * (blocks - 1) + r) * BLOCK_PAIRS);
+    }
+  });
+}
+
+static void run_parts(const Job& job, Form::Pair* laid, Z* z, const Out& out) {
   const Lora& lora = job.lora;
-  const long blocks = (job.pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS, tiles = num_tiles(columns);
-  const long rows = job.before(job.num_parts - 1) + job.size(job.num_parts - 1);
-  for_rows(job.num_parts, rows * job.w.K / 2, [&](long part) {
+  const long tiles = num_tiles(job.w.N), blocks = (job.pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS;
+  lay_rows(job, tiles, laid);
+  pool.run(job.num_parts, [&, laid, z, blocks](long part) {
     const Rows& each = job.parts[part];
-    for (long r = 0; r < job.size(part); r++)
-      to_pairs(lora.x + (each.start + r) * lora.ldx, job.w.K, job.size(part) * BLOCK_PAIRS,
-               laid + (job.before(part) * blocks + r) * BLOCK_PAIRS);
     if (each.segment)
       project_rows(lora, *each.segment, each.start, laid + job.before(part) * blocks * BLOCK_PAIRS, job.size(part),
                    z + job.before(part) * lora.num_slices * z_stride(lora));
   });
-  if (pool.size() == 1) return run_task(job, 0, tiles, out);
-  static constexpr long PIECES = 5, SHARES[PIECES + 1] = {0, 8, 12, 14, 15, 16};  // get smaller: all threads end at about the same time
+  if (pool.size() == 1) return run_task(job, 0, tiles, tiles, out);
+  static constexpr long PIECES = 5, SHARES[PIECES + 1] = {0, 8, 12, 14, 15, 16};  // smaller and smaller: threads end together
   const long lanes = pool.size();
   pool.run(lanes * PIECES, [&job, &out, tiles, lanes](long task) {
     const long lane = task / PIECES, piece = task % PIECES;
-    const long first = tiles * lane / lanes, count = tiles * (lane + 1) / lanes - first;
-    run_task(job, first + count * SHARES[piece] / 16, first + count * SHARES[piece + 1] / 16, out);
+    const long first = tiles * lane / lanes, end = tiles * (lane + 1) / lanes, count = end - first;
+    run_task(job, first + count * SHARES[piece] / 16, first + count * SHARES[piece + 1] / 16, end, out);
   });
 }
 
@@ -84,7 +98,7 @@ static void linear(const Weights& w, long M, const float* bias, const Lora& call
   for (size_t first = 0, last; first < parts.size(); first = last) {
     for (last = first + 1; last < parts.size() && parts[last].end - parts[first].start <= ROWS_AT_ONCE;) last++;
     const Job job{w, laid, z, pairs, parts.data() + first, long(last - first), lora, adapters, coming};
-    run_parts(job, w.N, laid, z, out);
+    run_parts(job, laid, z, out);
   }
   run_lora(lora, [&](const Segment& segment) { return is_merged(lora, segment); });
 }

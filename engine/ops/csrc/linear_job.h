@@ -11,8 +11,9 @@ constexpr long NEAR = 4096;  // bytes that few rows prefetch ahead of themselves
 struct Ahead {  // what to prefetch meanwhile: `lines` of 64 bytes per tile and UNROLL pairs, from `at` on
   const char* at;
   int lines;
-  bool is_halved = false;  // from two places turn about
+  long apart = 0;  // else turn about from two places, so far from each other
 };
+
 
 struct Out {  // where a linear's result goes: rows of `stride` elements
   float* data;

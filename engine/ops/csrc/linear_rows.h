@@ -76,8 +76,8 @@ static void run_rows(const Job& job, const Bf16Tiles& tiles, long part, long num
 }
 
 // All rows against tiles [first, last). A tile is read from memory once and meets all rows while it is in the cache;
-// the one behind it, and what a later operation reads, is prefetched meanwhile.
-static void run_task(const Job& job, long first, long last, const Out& out) {
+// the one behind it, up to `end`, and what a later operation reads, is prefetched meanwhile.
+static void run_task(const Job& job, long first, long last, long end, const Out& out) {
   const Weights& w = job.w;
   const long bytes = tile_bytes(w), steps = job.pairs / UNROLL;
   const bool is_few = job.num_parts == 1 && job.size(0) <= MAX_R;
@@ -95,7 +95,7 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
     const char* next = tile + bytes;
     for (long part = 0; part < job.num_parts; part++) {
       const long done = part * steps * lines * 64;
-      const Ahead ahead{next + done, t + 1 < last && done < bytes ? int(lines) : 0};
+      const Ahead ahead{next + done, t + 1 < end && done < bytes ? int(lines) : 0};
       run_rows(job, Bf16Tiles{tile, 0}, part, 1, ahead, job.far(steps), to, t * NT);
     }
   }

@@ -73,8 +73,8 @@ INLINE void multiply_block(const Shape& shape, const void* x, long stride, const
 INLINE void multiply_laid(Shape shape, const Form::Pair* x, long rows, const char* w, const char* beside, long pairs,
                           Ahead ahead) {
   const long whole = pairs / TILE, left = pairs % TILE, block_bytes = TILE * NT * 4;
-  const int lines = TILE / UNROLL * ahead.lines / (ahead.is_halved ? 2 : 1);
-  const long apart = beside ? beside - w : ahead.is_halved ? whole * lines * 64 : 0;
+  const int lines = TILE / UNROLL * ahead.lines / (ahead.apart ? 2 : 1);
+  const long apart = beside ? beside - w : ahead.apart;
   for (long b = 0; b < whole; b++) {
     for (int i = 0; i < lines; i++) {
       __builtin_prefetch(ahead.at + 64 * i, 0, 2);
@@ -204,10 +204,11 @@ static void store_some(const Shape& shape, long rows, const Out& out, long row) 
 }
 
 // All rows against weight tiles [first, last). A tile is read from memory once and meets all rows while it is in the cache;
-// the one behind it is prefetched meanwhile.
-static void run_task(const Job& job, long first, long last, const Out& out) {
+// the one behind it, up to `end`, is prefetched meanwhile.
+static void run_task(const Job& job, long first, long last, long end, const Out& out) {
   const Weights& w = job.w;
   const long bytes = tile_bytes(w), blocks = (job.pairs + TILE - 1) / TILE, steps = job.pairs / UNROLL;
+  const long half = job.pairs / TILE * (TILE / UNROLL) * 64 / 2;  // of what a part prefetches, for each of its lines
   const bool is_few = job.num_parts == 1 && job.size(0) <= TILE;
   TileShapes shapes;
   Deltas deltas;
@@ -221,7 +222,7 @@ static void run_task(const Job& job, long first, long last, const Out& out) {
       const long rows = job.size(part), row = job.parts[part].start, done = part * steps * lines * 64;
       if (rows != shaped) shape_rows(shapes, shaped = rows);
       const Ahead ahead = is_few ? Ahead{tile + NEAR, int(lines)}
-                                 : Ahead{tile + bytes + done, t + 1 < last && done < bytes ? int(lines) : 0, true};
+                                 : Ahead{tile + bytes + done, t + 1 < end && done < bytes ? int(lines) : 0, half * lines};
       const Shape shape{rows > TILE, int(2 * num)};
       if (to.bias) begin_sums(shape, to.bias, to.num_columns);
       else zero_sums();
