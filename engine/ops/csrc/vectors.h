@@ -141,6 +141,9 @@ INLINE vf sums(vf (&v)[L]) {
 }
 #endif
 
+#if defined(__AVX512F__)
+INLINE float biggest(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 INLINE float biggest(vf v) {
   float part[L];
   std::memcpy(part, &v, sizeof v);
@@ -148,6 +151,7 @@ INLINE float biggest(vf v) {
     for (int i = 0; i < width; i++) part[i] = std::max(part[i], part[i + width]);
   return part[0];
 }
+#endif
 
 #if defined(__AVX512F__)
 INLINE bool any_above(vf v, float limit) {
