@@ -110,6 +110,26 @@ def test_attention(ops: NativeOps, spans: str, window: int | None, head_dim: int
     assert (got - wanted).abs().max() <= tolerance(ops)
 
 
+@pytest.mark.parametrize("head_dim", [16, 48, 64])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_keys_and_values_are_kept_alike_in_blocks_and_one_by_one(ops: NativeOps, head_dim: int, threads: int) -> None:
+    """Tokens that fill a block are written in another way: from any slot on, runs broken or not, the cache holds the same
+    bits, and nothing else of it is touched."""
+    torch.manual_seed(0)
+    slots = torch.cat([torch.arange(5, 70), torch.arange(96, 128), torch.arange(200, 216), torch.tensor([91, 80, 85])])
+    k, v = torch.randn(2, len(slots), 3, head_dim)
+    k[3, 1, 2], v[4, 0, 0], v[20, 2, 5] = float("nan"), float("inf"), -1e38
+    caches = [torch.full((2, 16 * 16, 3, head_dim), 7.0, dtype=torch.bfloat16) for _ in range(2)]
+    ops.set_threads(threads)
+
+    ops.write_kv(k, v, caches[0], slots)
+    for t in range(len(slots)):
+        ops.write_kv(k[t : t + 1], v[t : t + 1], caches[1], slots[t : t + 1])
+
+    assert torch.equal(caches[0].view(torch.int16), caches[1].view(torch.int16))
+    assert int((caches[0] == 7.0).sum()) == caches[0].numel() - 2 * len(slots) * 3 * head_dim
+
+
 def test_an_overflow_stays_with_its_owner() -> None:
     """NaN and Inf in somebody's keys and values change no bit of the answer of whoever gets the block next."""
     k, q = torch.randn(40, 2, 16), torch.randn(2, 6, 16)

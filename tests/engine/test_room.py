@@ -1,10 +1,11 @@
-"""Room: memory is used again when nothing sees it, and there is no more of it than was in use at once."""
+"""Room: memory is used again when nothing sees it, and there is no more of it than was in use at once. Shelf: pieces that
+stay lie side by side."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.ops.room import Room
+from engine.ops.room import Room, Shelf
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -55,3 +56,17 @@ def test_the_smallest_piece_that_fits_is_taken() -> None:
 
     assert room.empty(50).data_ptr() == places[2]
     assert [room.empty(5).data_ptr(), room.empty(1000).data_ptr()] == places[1::-1]
+
+
+def test_pieces_that_stay_share_an_array_and_no_byte() -> None:
+    """Each begins with a line of the cache; one that is larger than an array has its own."""
+    shelf = Shelf()
+    sizes = [1, 64, 65, 1 << 20, 100, Shelf.CHUNK_BYTES + 1, 7]
+    pieces = [shelf.empty(size) for size in sizes]
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+
+    assert [piece.nbytes for piece in pieces] == sizes
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
+    assert pieces[4].data_ptr() - pieces[0].data_ptr() < 2 << 20

@@ -52,7 +52,7 @@ static void lay_rows(const Job& job, long tiles, Form::Pair* laid) {
   const long lanes = rows * job.w.K < 8192 ? 1 : pool.size();
   pool.run(lanes, [&job, laid, first_row, rows, blocks, bytes, tiles, lanes](long lane) {
     const long first = rows * lane / lanes, last = rows * (lane + 1) / lanes;
-    Wanted wanted(job.w.data + tiles * lane / lanes * bytes, bytes, last - first, 2);
+    Wanted wanted(job.w.data + tiles * lane / lanes * bytes, bytes, last - first);
     for (long r = first, part = 0; r < last; r++) {
       while (r >= job.before(part) + job.size(part)) part++;
       wanted.step();
@@ -66,7 +66,7 @@ static void run_parts(const Job& job, Form::Pair* laid, Z* z, const Out& out) {
   const Lora& lora = job.lora;
   const long tiles = num_tiles(job.w.N), blocks = (job.pairs + BLOCK_PAIRS - 1) / BLOCK_PAIRS;
   lay_rows(job, tiles, laid);
-  pool.run(job.num_parts, [&, laid, z, blocks](long part) {
+  pool.run(lora.num_segments ? job.num_parts : 0, [&, laid, z, blocks](long part) {
     const Rows& each = job.parts[part];
     if (each.segment)
       project_rows(lora, *each.segment, each.start, laid + job.before(part) * blocks * BLOCK_PAIRS, job.size(part),

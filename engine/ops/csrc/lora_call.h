@@ -16,22 +16,22 @@ struct Segment {
 constexpr int MODULES = 14, FIELDS = 6, OFFSET_A = 0, OFFSET_B = 1, RANK = 2, FLAGS = 3, OFFSET_C = 4, OFFSET_G = 5;
 constexpr int UNIT = 16, HAS_G = 1, HAS_C = 2;
 
-// Lines that are wanted next, prefetched `pace` at a time.
+// Lines that are wanted next, prefetched `pace` at a time; where memory is all that is waited for, from two places turn
+// about: the processor reads ahead of each by itself.
 class Wanted {
  public:
   Wanted() = default;
-  // `places`: so many of them turn about, for a processor that reads ahead of each by itself.
-  Wanted(const void* data, long bytes, long steps, int places = 1)
-      : at_((const char*)data), places_(places), apart_((bytes / places + 63) / 64 * 64), end_(at_ + apart_),
+  Wanted(const void* data, long bytes, long steps)
+      : at_((const char*)data), apart_((bytes / PLACES + 63) / 64 * 64), end_(at_ + apart_),
         pace_(int((apart_ / 64 + steps) / std::max(steps, 1L))) {}
   FLAT void step(int steps = 1) {
     for (int i = 0; i < steps * pace_ && at_ < end_; i++, at_ += 64)
-      for (int place = 0; place < places_; place++) __builtin_prefetch(at_ + place * apart_, 0, 2);
+      for (int place = 0; place < PLACES; place++) __builtin_prefetch(at_ + place * apart_, 0, 2);
   }
 
  private:
+  static constexpr int PLACES = HAS_TILES ? 2 : 1;
   const char* at_ = nullptr;
-  int places_ = 1;
   long apart_ = 0;
   const char* end_ = nullptr;
   int pace_ = 0;

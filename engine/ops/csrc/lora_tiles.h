@@ -186,7 +186,7 @@ static void adapt(const Lora& call, const Segment& segment, long row, int count,
       const long rank = part.rank, O = part.O, tiles = (rank + RANKS - 1) / RANKS;
       const long expand_steps = count == 1 ? rank / 2 * (O / (4 * WIDE_TILE)) : tiles * (O / WIDE_TILE);
       const long bytes = next.rank * (call.H + next.O) * sizeof(bf16);  // B lies behind A
-      Wanted wanted(next.A, bytes, tiles * (call.H / (2 * TILE)) + expand_steps, 2);
+      Wanted wanted(next.A, bytes, tiles * (call.H / (2 * TILE)) + expand_steps);
       shrink_tiles(x, count, part.A, rank, call.H, z, ldz, wanted);
       if (count == 1) expand_row(y, z, part.B, rank, O, 0, wanted);
       else expand_tiles(y, call.ldy, count, z, ldz, part.B, rank, O, wanted);
