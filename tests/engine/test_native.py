@@ -113,8 +113,8 @@ def test_attention(ops: NativeOps, spans: str, window: int | None, head_dim: int
 @pytest.mark.parametrize("head_dim", [16, 48, 64])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_keys_and_values_are_kept_alike_in_blocks_and_one_by_one(ops: NativeOps, head_dim: int, threads: int) -> None:
-    """Tokens that fill a block are written in another way: from any slot on, runs broken or not, the cache holds the same
-    bits, and nothing else of it is touched."""
+    """Tokens that fill a block are written in another way: from any slot on, runs broken or not, the cache holds the
+    same bits, and nothing else of it is touched."""
     torch.manual_seed(0)
     slots = torch.cat([torch.arange(5, 70), torch.arange(96, 128), torch.arange(200, 216), torch.tensor([91, 80, 85])])
     k, v = torch.randn(2, len(slots), 3, head_dim)

@@ -1,5 +1,5 @@
-"""Room: memory is used again when nothing sees it, and there is no more of it than was in use at once. Shelf: pieces that
-stay lie side by side."""
+"""Room: memory is used again when nothing sees it, and there is no more of it than was in use at once. Shelf: what stays
+lies side by side."""
 
 from __future__ import annotations
 
