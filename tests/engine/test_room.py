@@ -1,4 +1,4 @@
-"""Room: memory is used again when nothing sees it, and there is no more of it than was in use at once. Shelf: what stays
+"""Room: memory is used again when nothing sees it, and no more of it is held than was in use at once. Shelf: what stays
 lies side by side."""
 
 from __future__ import annotations
