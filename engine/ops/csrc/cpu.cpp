@@ -156,8 +156,8 @@ template <class F> static void run_tape(const int64_t* tape, long count, const F
 EXPORT void chorus_run(const int64_t* tape, long count) { run_tape(tape, count, [](long, void (*)(Args)) {}); }
 
 // Rows for which a thread reads all weights of a format, and unpacks them, rather than wait for the others after each
-// operation. Tiles multiply so fast that few rows wait for memory: up to 64 rows gain nothing.
-EXPORT long chorus_least_part(long format) { return HAS_TILES ? 128 : format == BF16 ? 10 : 24; }
+// operation. Tiles multiply so fast that few rows wait for memory, and weights are read twice in vain.
+EXPORT long chorus_least_part(long format) { return HAS_TILES ? 48 : format == BF16 ? 10 : 24; }
 
 // The same operations for some of the rows. `waits`: it attends to keys that the tapes before it write.
 struct Recorded { const int64_t* tape; int64_t count, waits; };

@@ -52,7 +52,8 @@ static void lay_rows(const Job& job, long tiles, Form::Pair* laid) {
   const long lanes = rows * job.w.K < 8192 ? 1 : pool.size();
   pool.run(lanes, [&job, laid, first_row, rows, blocks, bytes, tiles, lanes](long lane) {
     const long first = rows * lane / lanes, last = rows * (lane + 1) / lanes;
-    Wanted wanted(job.w.data + tiles * lane / lanes * bytes, bytes, last - first);
+    Wanted wanted;
+    if (last - first >= 4) wanted = Wanted(job.w.data + tiles * lane / lanes * bytes, bytes, last - first);
     for (long r = first, part = 0; r < last; r++) {
       while (r >= job.before(part) + job.size(part)) part++;
       wanted.step();
