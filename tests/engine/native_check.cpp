@@ -89,7 +89,7 @@ static void check_attention() {
   const int64_t start = 0, length = T, context = T, table[3] = {2, 0, 1};
   std::vector<int64_t> slots;
   for (long t = 0; t < T; t++) slots.push_back(table[t / BLOCK] * BLOCK + t % BLOCK);
-  write_kv(k.data(), v.data(), T, kv_heads * D, kv_heads * D, kv_heads, D, cache.data(), blocks, slots.data());
+  write_kv({k.data(), v.data(), kv_heads * D, kv_heads * D, kv_heads, D, cache.data(), blocks, slots.data()}, T);
   std::vector<float> out(T * heads * D);
   run_attention({q.data(), heads * D, heads, kv_heads, D, cache.data(), blocks, &start, &length, &context, table, 3, 0.25f,
                  0, out.data(), heads * D}, 1);

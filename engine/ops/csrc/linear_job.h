@@ -14,7 +14,6 @@ struct Ahead {  // what to prefetch meanwhile: `lines` of 64 bytes per tile and 
   long apart = 0;  // else turn about from two places, so far from each other
 };
 
-
 struct Out {  // where a linear's result goes: rows of `stride` elements
   float* data;
   long stride, num_columns;
