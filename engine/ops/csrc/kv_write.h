@@ -86,8 +86,7 @@ static void write_kv(const KvWrite& job, long T) {
     items.push_back({t, t + BLOCK <= T && job.is_block(t)});
   const Item* todo = items.data();
   const long count = items.size();
-  const auto prefetch = [&job, todo, count](long i) {
-    if (i >= count) return;
+  const auto prefetch = [&job, todo](long i) {
     if (todo[i].is_block) job.prefetch_block(todo[i].t);
     else job.prefetch_token(todo[i].t);
   };

@@ -43,7 +43,7 @@ typedef int16_t vs __attribute__((vector_size(2 * L)));
 typedef int16_t vw __attribute__((vector_size(4 * L)));
 typedef int8_t vb __attribute__((vector_size(2 * L)));
 
-#define FLAT inline __attribute__((always_inline))
+#define FLAT inline __attribute__((always_inline))  // of members
 #define INLINE static FLAT
 
 template <class V, class T> INLINE V load(const T* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
